@@ -96,7 +96,7 @@ def accumulator_dtype(query: Tensor) -> torch.dtype:
 
 def rng_state_at(rng_state: Tensor, row: int, col: int, head: int, heads: int) -> Tensor:
     """Returns a dropout state for a part of a call: csrc/core/params.h, DropoutParams."""
-    position = torch.tensor([row, col, head, heads], dtype=torch.int64)
+    position = torch.tensor([row, col, head, heads], dtype=torch.int64, device="cpu")
     return torch.cat([rng_state[:2], position.to(rng_state.device, non_blocking=True)])
 
 

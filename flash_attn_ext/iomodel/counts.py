@@ -112,7 +112,7 @@ def _options(problem: Problem) -> dict:
     """Makes the mask and the dropout arguments of the algorithms, for one head."""
     S_k, dtype = problem.S_k or problem.S, DTYPES[problem.dtype]
     mask = torch.empty(problem.S, S_k, dtype=dtype, device="meta") if problem.mask else None
-    dropout = Dropout(problem.dropout, torch.zeros(2, dtype=torch.int64)) if problem.dropout else None
+    dropout = Dropout(problem.dropout, torch.zeros(2, dtype=torch.int64, device="cpu")) if problem.dropout else None
     return {"mask": mask, "dropout": dropout}
 
 

@@ -106,8 +106,8 @@ def measure_products(seconds: float = 0.5) -> float:
 
     Each is repeated for `seconds`, and the best trial counts. On some AMD machines MKL reaches half the rate of oneDNN.
     """
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    image, kernel = torch.randn(1, 256, 64, 64), torch.randn(256, 256, 3, 3)
+    shapes = (1024, 1024), (1024, 1024), (1, 256, 64, 64), (256, 256, 3, 3)
+    a, b, image, kernel = (torch.randn(shape, device="cpu") for shape in shapes)
     with torch.no_grad():
         matmul = 2 * 1024**3 / _best(lambda: torch.mm(a, b), seconds)
         convolution = 2 * 9 * 256**2 * 64**2 / _best(lambda: torch.conv2d(image, kernel, padding=1), seconds)
@@ -116,7 +116,7 @@ def measure_products(seconds: float = 0.5) -> float:
 
 def measure_bandwidth(seconds: float = 0.5) -> float:
     """Bytes/s of reading 256 MiB, more than any cache here: the best trial within `seconds`."""
-    data = torch.ones(64 * 2**20)
+    data = torch.ones(64 * 2**20, device="cpu")
     return data.nbytes / _best(data.sum, seconds)
 
 

@@ -356,9 +356,9 @@ def _is_known_to_be_causal(mask: Tensor) -> bool:
     rows = 256  # compared at once, so that no whole causal mask is allocated
     for start in range(0, mask.size(-2), rows):
         block = mask[..., start : start + rows, :]
-        causal = torch.ones(block.shape[-2:], dtype=torch.bool).triu(start + 1)
+        causal = torch.ones(block.shape[-2:], dtype=torch.bool, device=mask.device).triu(start + 1)
         if mask.dtype != torch.bool:
-            causal = torch.zeros(causal.shape, dtype=mask.dtype).masked_fill(causal, -math.inf)
+            causal = torch.zeros_like(causal, dtype=mask.dtype).masked_fill(causal, -math.inf)
         if not torch.equal(block, causal.expand_as(block)):
             return False
     return True

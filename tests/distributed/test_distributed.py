@@ -322,3 +322,22 @@ def second_derivative():
 
 def test_a_second_derivative(processes):
     processes.run(second_derivative)
+
+
+def same_under_another_default_device(method):
+    group = group_of(2)
+    own = [shard_sequence(torch.randn(1, 2, 16, 8), 2, group=group).requires_grad_() for _ in range(3)]
+    slopes, state = torch.rand(2), torch.tensor([5, 7])
+    options = {"is_causal": True, "dropout_p": 0.3, "rng_state": state, "alibi_slopes": slopes}
+    results = []
+    for device in ("meta", "cpu"):  # first on meta: a later call would find what the first call stored
+        with torch.device(device):
+            out = context_parallel_attn(*own, method=method, group=group, **options)
+            results.append((out, *torch.autograd.grad(out.square().sum(), own)))
+    for on_meta, on_cpu in zip(*results, strict=True):
+        assert torch.equal(on_meta, on_cpu)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_default_device_has_no_effect(processes, method):
+    processes.run(same_under_another_default_device, method)

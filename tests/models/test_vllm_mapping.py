@@ -249,6 +249,21 @@ def test_places_of_new_rows():
     assert step.new_rows(16) is step.new_rows(16)  # once for all layers
 
 
+@pytest.mark.parametrize("name", ["auto", "fp8"])
+def test_the_default_device_has_no_effect(name):
+    """vLLM makes and runs layers under a default device."""
+    new, common, results = [torch.randn(63, n, D) for n in (HK, HK, H)], make_step(), []
+    for device in ("meta", "cpu"):
+        cache, out = make_cache(FORMATS[name]), torch.empty(63, H, D)
+        with torch.device(device):
+            layer, step = AttentionLayerCalls(D, D, 0.2, name), PackedStep.from_vllm(common, PAGE_SIZE)
+            layer.write(*new[:2], cache, step, 0.05, 0.1)
+            layer.attend(new[2], cache, step, out, 0.05, 0.1)
+        results.append((out, cache.view(torch.uint8)))
+    for on_meta, on_cpu in zip(*results, strict=True):
+        torch.testing.assert_close(on_meta, on_cpu, rtol=0, atol=0, equal_nan=True)
+
+
 def test_refused():
     with pytest.raises(NotImplementedError, match="causal: got a tensor"):
         PackedStep.from_vllm(make_step(causal=torch.tensor([True] * 5)), PAGE_SIZE)

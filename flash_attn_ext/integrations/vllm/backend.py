@@ -123,7 +123,10 @@ class FlashAttnExtImpl(AttentionImpl[PackedStep]):
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # vLLM may make the layer under another default device, such as "meta".
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
+        )
         self.calls: AttentionLayerCalls | None = None  # made in the first call, when the columns of a value are known
 
     def _make_calls(self, value_columns: int) -> AttentionLayerCalls:

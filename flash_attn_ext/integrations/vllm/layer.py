@@ -54,7 +54,9 @@ class AttentionLayerCalls:
         if self.cache_format.coded is None or key_scale == value_scale == 1.0:
             return None, None
         if self._scales is None or self._scales[:2] != (key_scale, value_scale):
-            of_keys, of_values = (torch.tensor(s, dtype=torch.float32) for s in (key_scale, value_scale))
+            of_keys, of_values = (
+                torch.tensor(s, dtype=torch.float32, device=views.keys.device) for s in (key_scale, value_scale)
+            )
             self._scales = key_scale, value_scale, of_keys, of_values
         shape = views.keys.shape[:3]
         return self._scales[2].expand(shape), self._scales[3].expand(shape)

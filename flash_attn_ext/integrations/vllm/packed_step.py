@@ -70,4 +70,5 @@ def new_rows(slots: Tensor, page_size: int) -> NewRows:
         tokens = (slots >= 0).nonzero().flatten()
         slots = slots[tokens]
     pages = slots.div(page_size, rounding_mode="floor")
-    return NewRows(tokens, len(slots), pages[:, None], slots - pages * page_size, torch.arange(len(slots) + 1))
+    offsets = torch.arange(len(slots) + 1, device=slots.device)
+    return NewRows(tokens, len(slots), pages[:, None], slots - pages * page_size, offsets)
