@@ -36,7 +36,8 @@ class Dropout:
         shape = rows.stop - rows.start, cols.stop - cols.start
         if not like.real:
             return Tile(like.memory.chip, shape, None)
-        kept = self.kept(torch.arange(rows.start, rows.stop)[:, None], torch.arange(cols.start, cols.stop)[None, :])
+        row, col = (torch.arange(part.start, part.stop, device=like.tensor.device) for part in (rows, cols))
+        kept = self.kept(row[:, None], col[None, :])
         return Tile(like.memory.chip, shape, kept.to(like.on_chip_dtype) * self.scale)
 
     def kept(self, row: Tensor, col: Tensor) -> Tensor:

@@ -177,5 +177,5 @@ def _delta(O: SlowTensor, dO: SlowTensor, block: int) -> SlowTensor:
 def hide_above_diagonal(S_ij: Tile, causal: bool, i: slice, j: slice) -> None:
     """Sets -inf at keys j > i, if the tile crosses the diagonal. Only indices are compared: no traffic, no FLOPs."""
     if causal and j.stop - 1 > i.start and S_ij.data is not None:
-        above = torch.ones(S_ij.shape, dtype=torch.bool).triu(i.start - j.start + 1)
+        above = torch.ones(S_ij.shape, dtype=torch.bool, device=S_ij.data.device).triu(i.start - j.start + 1)
         S_ij.data.masked_fill_(above, -math.inf)

@@ -46,7 +46,7 @@ def to_float8(t: Tensor) -> Tensor:
 
 def quantise(t: Tensor, block: int | None = None) -> Quantised:
     """One factor for each `block` rows of t (N, d); None: one factor for the tensor."""
-    factors = torch.empty(t.shape[0], 1, dtype=t.dtype)
+    factors = t.new_empty(t.shape[0], 1)
     for rows in blocks(t.shape[0], block or max(t.shape[0], 1)):
         largest = t[rows].abs().max()
         factors[rows] = torch.where(largest == 0, 1, largest / LARGEST)
@@ -70,7 +70,7 @@ def spread(t: Tensor, signs: Tensor) -> Tensor:
 
 
 def random_signs(d: int, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randint(0, 2, (d,), generator=generator).to(dtype) * 2 - 1
+    return torch.randint(0, 2, (d,), generator=generator, device=_device_of(generator)).to(dtype) * 2 - 1
 
 
 def forward(
@@ -93,10 +93,10 @@ def forward(
         q, k = spread(q, signs), spread(k, signs)
     q8 = quantise(q, block_q if block_quantisation else None)
     k8, v8 = (quantise(t, block_k if block_quantisation else None) for t in (k, v))
-    out = torch.empty(q.shape[0], v.shape[1], dtype=q.dtype)
+    out = q.new_empty(q.shape[0], v.shape[1])
     for i in blocks(q.shape[0], block_q):
         rows = i.stop - i.start
-        O_i = torch.zeros(rows, v.shape[1], dtype=q.dtype)
+        O_i = q.new_zeros(rows, v.shape[1])
         l_i, m_i = O_i.new_zeros(rows, 1), O_i.new_full((rows, 1), -math.inf)
         for j in blocks(k.shape[0], block_k):
             S_ij = scale * q8.rows(i) @ k8.rows(j).T
@@ -112,8 +112,14 @@ def forward(
 
 def with_outliers(rows: int, columns: int, generator: torch.Generator | None = None) -> Tensor:
     """The paper's data in fp64: N(0, 1), plus N(0, 100) (standard deviation 10) in one element of 1000."""
-    x, large = (torch.randn(rows, columns, dtype=torch.float64, generator=generator) for _ in range(2))
-    return x + 10 * large * (torch.rand(rows, columns, generator=generator) < 0.001)
+    options = {"generator": generator, "device": _device_of(generator)}
+    x, large = (torch.randn(rows, columns, dtype=torch.float64, **options) for _ in range(2))
+    return x + 10 * large * (torch.rand(rows, columns, **options) < 0.001)
+
+
+def _device_of(generator: torch.Generator | None) -> torch.device | None:
+    """Returns the generator's device. None is torch's default device."""
+    return None if generator is None else generator.device
 
 
 def standard_float16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ class SlowTensor:
 
     def on_chip(self, rows: int, cols: int, value: float) -> Tile:
         """Makes a tile of one value on the chip, without traffic."""
-        data = torch.full((rows, cols), value, dtype=self.on_chip_dtype) if self.real else None
+        options = {"dtype": self.on_chip_dtype, "device": self.tensor.device}
+        data = torch.full((rows, cols), value, **options) if self.real else None
         return Tile(self.memory.chip, (rows, cols), data)
 
     def store(self, tile: Tile, rows: slice = ALL, cols: slice = ALL) -> None:
