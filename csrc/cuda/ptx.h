@@ -134,6 +134,13 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// log2 x within 2^-22: of the result, or absolutely for x from 0.5 to 2. x is normal.
+__device__ inline float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / x within 1 ulp. For x beyond 2^126 the result is 0.
 __device__ inline float reciprocal_fast(float x) {
   float y;

@@ -167,6 +167,22 @@ def test_shared_memory_that_is_not_aligned_is_an_error(kernels):
     kernels.c.set_shared_base(1024)
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "causal", "tiles"),
+    [(64, 640, None, 5), (130, 640, None, 15), (192, 256, "upper_left", 4), (192, 384, "lower_right", 8)],
+)
+def test_a_warpgroup_skips_tiles_that_its_rows_do_not_see(kernels, rows, keys, causal, tiles):
+    """`tiles`: of 64 rows and 128 keys, in all three warpgroups of head dimension 64. The test counts exponentials."""
+    work = []
+    for seqlen_q, seqlen_k, option in ((64, 128, None), (rows, keys, causal)):
+        q, k, v = (t.detach() for t in make(1, 1, seqlen_q, seqlen_k, 64))
+        before = kernels.c.exponentials()
+        flash_attn(q, k, v, causal=option)
+        work.append(kernels.c.exponentials() - before)
+    assert b"sm90::forward_kernel" in kernels.c.last_kernel()
+    assert work[1] == tiles * work[0]
+
+
 # The elements of v that are not finite: keys, columns.
 NON_FINITE = {
     "everything": (slice(None), slice(None)),

@@ -222,14 +222,25 @@ void release_turn(int* turns) {
   step_aside();
 }
 
-// With the largest error that the PTX manual allows: up to 2^-22, and subnormals are 0. Equal x give equal results.
-float exp2_fast(float x) {
-  ++exponentials;
+// An error for x, up to 2^-22 of either sign. Equal x have equal errors.
+double error_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
-  const double error = static_cast<int32_t>(bits * 2654435761u) * 0x1p-31 * 0x1p-22;
+  return static_cast<int32_t>(bits * 2654435761u) * 0x1p-31 * 0x1p-22;
+}
+
+// With the largest errors that the PTX manual allows, and subnormals are 0.
+float exp2_fast(float x) {
+  ++exponentials;
+  const double error = error_of(x);
   const float y = static_cast<float>(std::exp2(static_cast<double>(x)) * (1 + error));
   return y < std::numeric_limits<float>::min() ? 0 : y;  // NaN stays
+}
+
+float log2_fast(float x) {
+  const double y = std::log2(std::abs(x) < std::numeric_limits<float>::min() ? 0.0 : static_cast<double>(x));
+  const bool is_absolute = 0.5f < x && x < 2.0f;
+  return static_cast<float>(is_absolute ? y + error_of(x) : y * (1 + error_of(x)));
 }
 
 uint32_t opaque_shared_address(const void* pointer) { return shared_address(pointer) + shared_base; }

@@ -180,7 +180,12 @@ def approximate(ins, v, m):
     ftz = m.take("ftz")
     kind = m.kind()
     m.done()
-    known = {"ex2": "cuda_host::exp2_fast", "rcp": "ptx::reciprocal", "tanh": "ptx::tanh"}
+    known = {
+        "ex2": "cuda_host::exp2_fast",
+        "lg2": "cuda_host::log2_fast",
+        "rcp": "ptx::reciprocal",
+        "tanh": "ptx::tanh",
+    }
     if ins.opcode == "rcp.approx.ftz.f64":
         known = {"rcp": "ptx::gross_reciprocal"}
     elif ins.opcode == "ex2.approx.f32":

@@ -54,6 +54,7 @@ CASES = [
     ("cvt.rn.satfinite.e4m3x2.f32", "u16", "f32 f32", (NAN, 2**-10 * 1.5), 0x7F01),
     ("ex2.approx.ftz.f32", "f32", "f32", (-130.0,), 0.0),
     ("ex2.approx.f32", "f32", "f32", (-149.0,), 2.0**-149),
+    ("lg2.approx.ftz.f32", "f32", "f32", (2.0**-130,), -math.inf),
 ]
 # Comparisons of a and b.
 COMPARISONS = [

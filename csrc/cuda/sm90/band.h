@@ -21,6 +21,10 @@ struct ShortBand {
 
   __device__ int begin(int row) const { return row + low; }
   __device__ int end(int row) const { return min(row + high, seqlen_k); }
+  // The keys that the rows [first_row, end_row) see.
+  __device__ Range keys_of_rows(int first_row, int end_row) const {
+    return {min(max(begin(first_row), 0), seqlen_k), max(end(min(end_row, seqlen_q) - 1), 0)};
+  }
   // The query rows that see a key.
   __device__ int begin_row(int key) const { return key - high + 1; }
   __device__ int end_row(int key) const { return key < seqlen_k ? min(key - low + 1, seqlen_q) : 0; }

@@ -9,6 +9,20 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
+// finish_row() by instructions with an error of 2^-22, in a third of the instructions: no product runs at the end of a task.
+__device__ inline RowResult<float> finish_fast(const AttentionParams& p, int64_t b, int64_t h, float max,
+                                               float sum) {
+  RowSum<float> row{max, sum};
+  float from_max = 1.0f;  // to the maximum with the sink
+  if (p.sink) {
+    row = add_sink(p, b, h, row);
+    from_max = std::exp(max - row.max);
+  }
+  const bool sees_nothing = row.sum == 0.0f;  // out is 0 and lse is -inf, by contract
+  return {sees_nothing ? 0.0f : ptx::reciprocal_fast(row.sum) * from_max,
+          sees_nothing ? -kInf<float> : row.max + ptx::log2_fast(row.sum) * static_cast<float>(1 / kLog2E)};
+}
+
 // Recomputes the NaN columns of row i of `out`, by a warp, from the visible keys of `keys` only. It stops when each of
 // these columns is NaN again, because further keys change nothing. `factor_of(max, sum)`: the factor of the sum, from
 // the row's statistics.
@@ -63,25 +77,34 @@ __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h_kv, R
     if (nan_rows >> n & 1) repair(n);
 }
 
-// Finishes the existing rows of a warp's 16 rows: stores lse and converts o to out. Returns the rows that contain a
-// NaN.
+// Whether all elements are finite. 0 x is NaN for NaN and Inf.
 template <int kElements>
-__device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale,
-                                const RowStatistics& statistics, float (&o)[kElements]) {
+__device__ bool are_finite(const float (&x)[kElements]) {
+  float zeros[4] = {};  // independent sums: the instructions need not wait for each other
+#pragma unroll
+  for (int n = 0; n < kElements; ++n) zeros[n % 4] = fmaf(x[n], 0.0f, zeros[n % 4]);
+  return (zeros[0] + zeros[1]) + (zeros[2] + zeros[3]) == 0.0f;
+}
+
+// Finishes the existing rows of a warp's 16 rows: stores lse and converts o to out. Returns whether the thread's elements
+// are finite.
+template <int kElements>
+__device__ bool finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale,
+                            const RowStatistics& statistics, float (&o)[kElements]) {
   RowResult<float> results[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
-    results[r] = finish_row(p, b, h, statistics.max[r] * scale, total_of_lanes<kRowLanes>(statistics.sum[r]));
+    results[r] =
+        finish_fast(p, b, h, statistics.max[r] * scale, total_of_lanes<kRowLanes>(statistics.sum[r]));
   const float factors[2] = {results[0].out_factor, results[1].out_factor};
   scale_rows(o, factors);
 
+  const int64_t i = warp_row + first_row_in_warp();
+  float* const lse = static_cast<float*>(p.lse) + p.lse_index(b, h, i);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int64_t i = warp_row + first_row_in_warp() + 8 * r;
-    if (i < p.sizes.seqlen_q && first_column_in_eight() == 0)
-      static_cast<float*>(p.lse)[p.lse_index(b, h, i)] = results[r].lse;
-  }
-  return rows_with_nan(o);
+  for (int r = 0; r < 2; ++r)
+    if (i + 8 * r < p.sizes.seqlen_q && first_column_in_eight() == 0) lse[8 * r] = results[r].lse;
+  return are_finite(o);
 }
 
 // Repairs the NaN rows, after all rows have been stored. `tiles`: the keys that the block has read.
@@ -90,7 +113,7 @@ __device__ void repair_finished_rows(const AttentionParams& p, int64_t b, int64_
                                      Range tiles, uint32_t nan_rows, const Hidden& hidden) {
   const Sizes& z = p.sizes;
   const Range queries{warp_row, smaller<int64_t>(warp_row + kWarpRows, z.seqlen_q)};
-  const auto factor_of = [&](float max, float sum) { return finish_row(p, b, h, max, sum).out_factor; };
+  const auto factor_of = [&](float max, float sum) { return finish_fast(p, b, h, max, sum).out_factor; };
   const auto repair = [&](int n) {
     if (warp_row + n >= z.seqlen_q) return;
     repair_row<In, kHeadDim, In>(p, b, h, warp_row + n, {0, z.seqlen_k}, p.out, factor_of, hidden);

@@ -48,7 +48,7 @@ __device__ void finish_tile_rows(const AttentionParams& p, const FewRowsBlock& b
     const int n = first_row_in_warp() + 8 * r, h = rows.head(n);
     const float sum = total_of_lanes<kRowLanes>(statistics.sum[r]);
     if (!rows.has(n)) continue;
-    const RowResult<float> result = finish_row(p, block.b, h, statistics.max[r] * scale, sum);
+    const RowResult<float> result = finish_fast(p, block.b, h, statistics.max[r] * scale, sum);
     factors[r] = result.out_factor;
     if (first_column_in_eight() == 0)
       static_cast<float*>(p.lse)[p.lse_index(block.b, h, rows.query(n))] = result.lse;
@@ -61,7 +61,7 @@ __device__ void finish_tile_rows(const AttentionParams& p, const FewRowsBlock& b
   store_each_row<In>(address_of, o);
   repair_tile_rows<In, kHeadDim>(p, block, rows, rows_with_nan(o), [&](int h, int i) {
     repair_row<In, kHeadDim, In>(p, block.b, h, i, block.tiles, p.out, [&](float max, float sum) {
-      return finish_row(p, block.b, h, max, sum).out_factor;
+      return finish_fast(p, block.b, h, max, sum).out_factor;
     });
   });
 }

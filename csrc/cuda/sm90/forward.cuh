@@ -54,15 +54,22 @@ struct Forward {
   static constexpr int kKeys = forward_keys(kDims, kForm);
   static constexpr int kConsumers = kRows / kWarpgroupRows;
   static constexpr bool kPersistent = (kPlain || kForm == Form::kOptions) && is_persistent(kDims);
-  static constexpr bool kAlwaysLoadsQ = kPersistent && !kPlain;
+  static constexpr bool kFindsTaskAgain = kPersistent && !kPlain;
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
   static constexpr bool kTakesTurns = kPlain && takes_turns(kDims);
+  // Whether warpgroups see different numbers of tiles, so that each skips tiles that its rows do not see.
+  static constexpr bool kSkipsTiles = (kPlain || kForm == Form::kOptions) && kRows != kKeys;
+  static_assert(!kSkipsTiles || !kTakesTurns);  // a skipped tile has no turn
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   // If O is long, it is scaled while S = Q K^T runs, not after the exponentials.
   static constexpr bool kScalesUnderScores = kHeadDimV > 128;
   static constexpr int kProducerRegisters = Registers<kConsumers>::kProducerRegisters;
   static constexpr int kConsumerRegisters = Registers<kConsumers>::kConsumerRegisters;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (64 << 10) / kWarpgroup);
+
+  // Of the pipelines. A warpgroup of a persistent block starts its next task while others finish the last one, if there is
+  // memory for both tasks' tiles.
+  static constexpr int kQueryStages = kPersistent ? 2 : 1, kKeyStages = kPersistent && kHeadDim == 64 ? 4 : 2;
 
   using QTile = Panels<In, kRows, whole_panels(kHeadDim)>;
   using KTile = Panels<In, kKeys, whole_panels(kHeadDim)>;
@@ -78,34 +85,36 @@ struct Forward {
     QTile out;
   };
   struct Shared : std::conditional_t<kPersistent && kStoresByTma, OutTile, NoExtra> {
-    Pipeline<KTile> k;
-    Pipeline<VTile> v;
-    Pipeline<QTile, 1, SharedExtra> q;
+    Pipeline<KTile, kKeyStages> k;
+    Pipeline<VTile, kKeyStages> v;
+    Pipeline<QTile, kQueryStages, SharedExtra> q;
   };
   static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
 };
 
 // ---- load: one thread of the producer warpgroup
 
-template <class Tile>
-__device__ void load_next(Pipeline<Tile>& pipeline, uint32_t n, const CUtensorMap& map, int key,
+template <class Tiles>
+__device__ void load_next(Tiles& pipeline, uint32_t n, const CUtensorMap& map, int key,
                           const BlockRange& range) {
   const uint32_t stage = pipeline.stage(n);
-  ptx::barrier_wait(pipeline.empty[stage], pipeline.parity(n) ^ 1);  // the consumers have read tile n - 2
+  ptx::barrier_wait(pipeline.empty[stage],
+                    pipeline.parity(n) ^ 1);  // the consumers have read the last tile of this stage
   load_tile(pipeline.tiles[stage], map, range.k_row + key, range.h_kv, range.map_b, pipeline.full[stage]);
 }
 
 template <class Config>
 __device__ void produce(const typename Config::Arguments& a, const BlockRange& range, const Begun& begun,
                         typename Config::Shared& shared) {
-  if constexpr (!Config::kAlwaysLoadsQ)
+  if constexpr (!Config::kPersistent)
     if (range.tiles == 0) return;  // no consumer waits for Q: it would land in the next block's memory
   const int row = range.q_row + range.first_row;
-  typename Config::QTile& q = shared.q.tiles[0];
-  ptx::Barrier& q_full = shared.q.full[0];
+  const uint32_t stage = shared.q.stage(begun.tasks);
+  typename Config::QTile& q = shared.q.tiles[stage];
+  ptx::Barrier& q_full = shared.q.full[stage];
   if constexpr (Config::kPersistent)
-    ptx::barrier_wait(shared.q.empty[0],
-                      shared.q.parity(begun.queries) ^ 1);  // the consumers have read the last task's Q
+    ptx::barrier_wait(shared.q.empty[stage],
+                      shared.q.parity(begun.tasks) ^ 1);  // the consumers have read the last Q of this stage
   if constexpr (Config::kFewRows) {
     const int in_group = range.rows.first_head - range.h_kv * a.few_rows.group;
     load_group_tile(q, a.q, in_group, row, range.h_kv, range.map_b, q_full);
@@ -149,7 +158,9 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
   const ShortBand& band = range.band;
   const ScoreScale& score = a.score;
   const uint32_t q_address =
-      ptx::shared_address(&shared.q.tiles) + warpgroup * kWarpgroupRows * kPanelRowBytes;
+      ptx::shared_address(&shared.q.tiles) +
+      shared.q.stage(begun.tasks) * static_cast<uint32_t>(sizeof(typename Config::QTile)) +
+      warpgroup * kWarpgroupRows * kPanelRowBytes;
   const uint64_t q = along_columns(q_address);
   const uint64_t first_k = along_columns(ptx::shared_address(&shared.k.tiles));
   const uint64_t first_v = along_rows<typename Config::VTile>(ptx::shared_address(&shared.v.tiles));
@@ -199,12 +210,11 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
   const auto uniform = [](uint32_t x) {
     return Config::kScores ? static_cast<uint32_t>(ptx::uniform(x)) : x;
   };
-  // Counts tiles of keys, and turns of ping-pong. The first tile of a task has no turn.
-  const uint32_t first = begun.tiles, first_turn = begun.tiles - begun.queries - 1;
-  if constexpr (Config::kAlwaysLoadsQ) shared.q.wait(begun.queries);
-  if (range.tiles > 0) {
+  const uint32_t first = begun.tiles;
+  const int tiles = tiles_of_warpgroup<Config>(range, first_query);
+  if (Config::kPersistent || range.tiles > 0) shared.q.wait(begun.tasks);
+  if (tiles > 0) {
     const auto attends = attending(0);
-    if constexpr (!Config::kAlwaysLoadsQ) shared.q.wait(begun.queries);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first));
     ptx::wgmma_fence();  // s may be written: no product uses it
     start_scores<In, Config>(q, k, s);
@@ -213,11 +223,11 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     softmax(0, attends);
     round_weights<In>(s, weights);
   }
-  for (int n = 1; n < range.tiles; ++n) {
+  for (int n = 1; n < tiles; ++n) {
     const auto attends = attending(n);
     const uint64_t own_q = along_columns(uniform(q_address));
     const uint64_t k = step_descriptor(first_k, uniform(shared.k.wait(first + n)));
-    if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.wait(warpgroup, first_turn + n);
+    if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.wait(warpgroup, begun.turns + n - 1);
     ptx::wgmma_fence();  // publishes weights and o to wgmma; s may be written
     start_scores<In, Config>(own_q, k, s);
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);  // while the tensor cores work on s
@@ -238,23 +248,31 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     if constexpr (!Config::kScalesUnderScores) scale_rows(o, factor);
     round_weights<In>(s, weights);
   }
-  if constexpr (Config::kAlwaysLoadsQ) shared.q.release(begun.queries);  // Q may be overwritten
-  if (range.tiles > 0) {
-    if constexpr (Config::kPersistent && !Config::kAlwaysLoadsQ)
-      shared.q.release(begun.queries);  // Q may be overwritten
+  if constexpr (Config::kPersistent) shared.q.release(begun.tasks);  // Q may be overwritten
+  if (tiles > 0) {
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);
-    const uint32_t last = first + range.tiles - 1;
+    const uint32_t last = first + tiles - 1;
     const uint64_t v = step_descriptor(first_v, shared.v.wait(last));
     ptx::wgmma_fence();  // publishes weights and o to wgmma
     start_output<In, Config>(weights, v, o);
-    ptx::wgmma_wait<0>(o);                                      // o is complete, V has been read
-    if constexpr (Config::kPersistent) shared.v.release(last);  // V may be overwritten
+    ptx::wgmma_wait<0>(o);   // o is complete, V has been read
+    shared.v.release(last);  // V may be overwritten
   }
+  // The tiles that only other warpgroups compute. A release before a tile has landed would count for the last tile of its
+  // stage.
+  if constexpr (Config::kSkipsTiles)
+#pragma unroll 1
+    for (int n = tiles; n < range.tiles; ++n) {
+      shared.k.wait(first + n);
+      shared.k.release(first + n);  // K may be overwritten
+      shared.v.wait(first + n);
+      shared.v.release(first + n);  // V may be overwritten
+    }
   // Finds the task and the params of a packed sequence again, because the loop has too few registers to keep them.
   Task task{range.b, range.h, range.h_kv, 0};
   int task_row = range.first_row;
-  if constexpr (Config::kAlwaysLoadsQ) {
-    task = task_of(a.schedule, task_of_round(a, static_cast<int>(begun.tasks)));
+  if constexpr (Config::kFindsTaskAgain) {
+    task = task_of(a.schedule, task_of_round<Config>(a, static_cast<int>(begun.tasks)));
     task_row = task.row_block * Config::kRows;
   }
   const auto& call = call_of_block<Config>(p, task.b);
@@ -268,8 +286,8 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
   } else {
     const int row = task_row + warp_row;
     const float to_score = Config::kScores ? 1.0f : score.scale;
-    const uint32_t nan_rows = finish_rows(call, task.b, task.h, row, to_score, statistics, o);
-    shared.q.extra.out.remember_nan(nan_rows);
+    const bool is_finite = finish_rows(call, task.b, task.h, row, to_score, statistics, o);
+    shared.q.extra.out.remember(is_finite);
     if constexpr (Config::kStoresByTma)
       hand_over_out<In, Config>(begun.tasks, warpgroup, warp_row, o, shared);
     else
@@ -330,7 +348,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (!Config::kFewRows) {
       // After all tasks: branches between them would keep the loop's descriptors out of the uniform registers.
       __syncwarp();  // publishes the lanes' flags of NaN rows to the warp
-      if (!shared.q.extra.out.had_nan()) return;
+      if (shared.q.extra.out.is_finite()) return;
       if constexpr (Config::kStoresByTma)
         ptx::barrier_wait(shared.q.extra.out.stored, 0);  // out is in global memory
       for_each_task<Config>(
@@ -359,6 +377,7 @@ ForwardArguments forward_arguments(const AttentionParams& p, const FewRows& few,
           {},
           SequenceRows(p),
           ScoreScale(p),
+          ShortBand(p),
           key_mask,
           few,
           partials};

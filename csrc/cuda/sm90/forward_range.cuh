@@ -25,6 +25,7 @@ struct ForwardArguments {
   SortedRounds sorted;     // of persistent blocks, if the host does not
   SequenceRows sequences;  // of persistent blocks, with options
   ScoreScale score;
+  ShortBand band;  // of plain calls: their sequences have the same band
   KeyMask key_mask;
   FewRows few_rows;
   Partials<float> partials;
@@ -69,8 +70,11 @@ __device__ BlockRange block_range(const typename Config::Arguments& a, int numbe
   const int queries = Config::kFewRows ? a.few_rows.tile_queries() : Config::kRows;
   range.first_row = task.row_block * queries;
   range.consumers = Config::kConsumers;
-  Range seen = keys_of_rows(p, range.first_row, queries);
-  range.band = ShortBand(p);
+  if constexpr (Config::kPlain)
+    range.band = a.band;
+  else
+    range.band = ShortBand(p);
+  Range seen = range.band.keys_of_rows(range.first_row, range.first_row + queries);
   range.q_row = range.k_row = 0;
   range.map_b = range.b;
   if constexpr (!Config::kPlain) {
@@ -101,21 +105,22 @@ __device__ BlockRange block_range(const typename Config::Arguments& a, int numbe
   return range;
 }
 
-// The numbers of tasks, tiles of queries and tiles of keys that a block has begun before its current task. They number
-// the stages of the pipelines, which continue over tasks. A task without keys has no tile of queries.
+// The numbers of tasks, tiles of keys and turns of ping-pong that a block has begun before its current task. They number
+// the stages of the pipelines, which continue over tasks. The first tile of a task has no turn.
 struct Begun {
-  uint32_t tasks = 0, queries = 0, tiles = 0;
+  uint32_t tasks = 0, tiles = 0, turns = 0;
 
   __device__ void add(const BlockRange& range) {
-    ++tasks;
-    queries += range.tiles > 0;
     tiles += range.tiles;
+    turns += max(range.tiles - 1, 0);
   }
 };
 
-// The task of the block in a round, with options. The host or the GPU has made the rounds.
-__device__ inline int task_of_round(const ForwardArguments& a, int round) {
+// The task of a persistent block in a round. The host or the GPU has made the rounds.
+template <class Config>
+__device__ int task_of_round(const ForwardArguments& a, int round) {
   const int blocks = gridDim.x, block = blockIdx.x, first = round * blocks;
+  if constexpr (Config::kPlain) return first + a.rounds.slot(round, block);
   const int sorted = a.sorted.numbers[a.sorted ? first + block : 0];  // always a load: sequence_rows.h
   const int slot =
       blocks < a.schedule.tasks ? a.rounds.slot(round, block) : block;  // of one round: not in `rounds`
@@ -130,26 +135,15 @@ __device__ inline int task_of_round(const ForwardArguments& a, int round) {
 template <class Config, class Work>
 __device__ void for_each_task(const typename Config::Arguments& a, const Work& work) {
   Begun begun;
-  if constexpr (Config::kPersistent && !Config::kPlain) {
+  if constexpr (Config::kPersistent) {
     const int rounds = a.sorted ? *a.sorted.count : a.rounds.count,
               tasks = static_cast<int>(a.schedule.tasks);
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
-      const int task = task_of_round(a, round);
+      const int task = task_of_round<Config>(a, round);
       if (task >= tasks) return;  // the last round has fewer tasks than there are blocks
       const BlockRange range = block_range<Config>(a, task);
-      begun.tasks = begun.queries =
-          round;  // a task without keys loads Q, too: it saves a register for another count
-      work(range, begun);
-      begun.tiles += range.tiles;
-    }
-  } else if constexpr (Config::kPersistent) {
-    const int blocks = gridDim.x, block = blockIdx.x, tasks = static_cast<int>(a.schedule.tasks);
-#pragma unroll 1
-    for (int round = 0, first = 0; first < tasks; ++round, first += blocks) {
-      const int task = first + a.rounds.slot(round, block);
-      if (task >= tasks) return;  // the last round has fewer tasks than there are blocks
-      const BlockRange range = block_range<Config>(a, task);
+      begun.tasks = round;
       work(range, begun);
       begun.add(range);
     }
@@ -158,6 +152,19 @@ __device__ void for_each_task(const typename Config::Arguments& a, const Work& w
   } else {
     work(block_range<Config>(a, blockIdx.x), begun);
   }
+}
+
+// The number of the block's tiles that a warpgroup computes: up to the last key that its rows see. `first_query`: of its
+// rows. ptxas keeps descriptors in uniform registers, because it knows that all lanes have the same ballot.
+template <class Config>
+__device__ int tiles_of_warpgroup(const BlockRange& range, int first_query) {
+  if constexpr (!Config::kSkipsTiles) return range.tiles;
+  const ShortBand& band = range.band;
+  const int end = band.keys_of_rows(first_query, first_query + kWarpgroupRows).end;
+  const int keys = first_query < band.seqlen_q ? end - range.first_key : 0;
+  const int own = (max(keys, 0) + Config::kKeys - 1) / Config::kKeys;
+  const int lane = threadIdx.x % 32;
+  return range.tiles - __popc(__ballot_sync(kAllLanes, lane < range.tiles - own));
 }
 
 // The first key of tile n.

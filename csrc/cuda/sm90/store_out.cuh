@@ -14,22 +14,23 @@ namespace flash_attn_ext::cuda::sm90 {
 // The barriers between the consumers and the thread that stores out.
 template <int kConsumers>
 struct OutBarriers {
-  ptx::Barrier full, empty;            // full: the tile in shared memory is written; empty: TMA has read it
-  ptx::Barrier stored;                 // out of all tasks is in global memory
-  uint32_t holds_nan[kConsumers * 4];  // 1: a row of this warp, in any task, holds a NaN
+  ptx::Barrier full, empty;             // full: the tile in shared memory is written; empty: TMA has read it
+  ptx::Barrier stored;                  // out of all tasks is in global memory
+  uint32_t not_finite[kConsumers * 4];  // 1: a row of this warp, in any task, holds a NaN or Inf
 
   __device__ void init(uint32_t consumer_threads) {
     ptx::barrier_init(full, consumer_threads);  // arrivals: all consumer threads
     ptx::barrier_init(empty, 1);                // arrivals: the thread that stores out
     ptx::barrier_init(stored, 1);               // arrivals: the thread that stores out
-    for (uint32_t& of_warp : holds_nan) of_warp = 0;
+    for (uint32_t& of_warp : not_finite) of_warp = 0;
   }
 
-  // Consumers: remembers that a row of the warp holds a NaN; tells whether any row of any task did.
-  __device__ void remember_nan(uint32_t nan_rows) {
-    if (nan_rows != 0 && threadIdx.x % 32 == 0) holds_nan[warp()] = 1;
+  // Consumers: remembers whether the thread's part of the warp's rows is finite; tells whether all rows of all tasks were.
+  __device__ void remember(bool rows_are_finite) {
+    const bool any = __ballot_sync(kAllLanes, !rows_are_finite) != 0;
+    if (any && threadIdx.x % 32 == 0) not_finite[warp()] = 1;
   }
-  __device__ bool had_nan() const { return holds_nan[warp()] != 0; }
+  __device__ bool is_finite() const { return not_finite[warp()] == 0; }
 
   __device__ static int warp() { return (threadIdx.x - kWarpgroup) / 32; }
 };
@@ -46,7 +47,7 @@ __device__ auto& out_tile(typename Config::Shared& shared) {
 template <class In, class Config, int kElements>
 __device__ void hand_over_out(uint32_t task, int warpgroup, int row, const float (&o)[kElements],
                               typename Config::Shared& shared) {
-  auto& [full, empty, stored, holds_nan] = shared.q.extra.out;
+  auto& [full, empty, stored, not_finite] = shared.q.extra.out;
   uint32_t rounded[kElements / 8][4];
   round_weights<In>(o, rounded);
   if constexpr (Config::kPersistent)
@@ -62,7 +63,7 @@ __device__ void hand_over_out(uint32_t task, int warpgroup, int row, const float
 template <class Config>
 __device__ void store_out(const CUtensorMap& out, const AttentionParams& p, const BlockRange& range,
                           uint32_t task, typename Config::Shared& shared) {
-  auto& [full, empty, stored, holds_nan] = shared.q.extra.out;
+  auto& [full, empty, stored, not_finite] = shared.q.extra.out;
   ptx::barrier_wait(full, task % 2);  // the consumers have written all of it
   for (int n = 0; n * kPanelColumns < p.sizes.head_dim_v; ++n)
     ptx::store_box(&out, {n * kPanelColumns, range.first_row, range.h, range.b},
@@ -75,9 +76,9 @@ __device__ void store_out(const CUtensorMap& out, const AttentionParams& p, cons
 // After all tasks: waits until out is in global memory, then arrives at `stored`.
 template <class Config>
 __device__ void tell_that_out_is_stored(typename Config::Shared& shared) {
-  auto& [full, empty, stored, holds_nan] = shared.q.extra.out;
+  auto& [full, empty, stored, not_finite] = shared.q.extra.out;
   uint32_t any = 0;
-  for (const uint32_t of_warp : holds_nan) any |= of_warp;
+  for (const uint32_t of_warp : not_finite) any |= of_warp;
   if (any == 0) return;         // no consumer waits
   ptx::bulk_wait();             // out is in global memory
   ptx::barrier_arrive(stored);  // the consumers may repair rows of it

@@ -10,7 +10,7 @@
 #endif
 
 // Up to a head dimension of 128, calls without functions of the user have persistent blocks: one for each
-// multiprocessor, with one task in each round. So the next task's Q and first K are loaded while the consumers finish the last task.
+// multiprocessor, with one task in each round. So a warpgroup begins the next task while others finish the last task.
 #if !defined(FLASH_ATTN_EXT_SM90_PERSISTENT)
 #define FLASH_ATTN_EXT_SM90_PERSISTENT 1
 #endif

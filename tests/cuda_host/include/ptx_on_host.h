@@ -28,6 +28,7 @@ void release_turn(int* turns);
 uint32_t shared_address(const void* pointer);
 uint32_t opaque_shared_address(const void* pointer);
 float exp2_fast(float x);
+float log2_fast(float x);
 
 template <class In>
 float widen_bits(uint16_t bits) {
@@ -48,6 +49,7 @@ using cuda_host::cp_async_4;
 using cuda_host::cp_async_commit;
 using cuda_host::draw_ticket;
 using cuda_host::exp2_fast;
+using cuda_host::log2_fast;
 using cuda_host::opaque_shared_address;
 using cuda_host::release_turn;
 using cuda_host::shared_address;
