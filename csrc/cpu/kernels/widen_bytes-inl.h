@@ -79,22 +79,6 @@ constexpr uint16_t widened_float8(int code, bool e4m3, bool bfloat16) {
 
 #if defined(FA_SHUFFLE_BYTES)
 
-// Bytes of bfloat16. The upper bytes of normal numbers, by the upper 4 bits of the magnitude. Subnormal numbers, by the mantissa.
-template <CacheDType dtype>
-struct BFloat16Bytes {
-  uint8_t high[16] = {}, subnormal_high[16] = {}, subnormal_low[16] = {};
-  constexpr BFloat16Bytes() {
-    constexpr bool e4m3 = dtype == CacheDType::kFloat8E4M3;
-    constexpr int mantissa_bits = e4m3 ? 3 : 2;
-    for (int n = 0; n < 16; ++n) {
-      high[n] = widened_float8(n == 0 ? 1 << mantissa_bits : n << 3, e4m3, true) >> 8;
-      const int subnormal = widened_float8(n & ((1 << mantissa_bits) - 1), e4m3, true);
-      subnormal_high[n] = subnormal >> 8;
-      subnormal_low[n] = subnormal & 0xff;
-    }
-  }
-};
-
 // Converts float8 to bfloat16 by bytes. A shuffle looks up 16 of them, and the lower byte of a normal number has only bits of
 // the code: e4m3 is s eeee mmm, and bfloat16 is s EEEEEEE | E mmm 0000 with E = e + 120. So its lower byte is code << 4.
 template <CacheDType dtype>
@@ -104,11 +88,24 @@ class Float8Shuffles {
   typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
   typedef uint16_t UnalignedWords __attribute__((vector_size(FA_VECTOR_BYTES), aligned(2), may_alias));
   static constexpr bool kE4M3 = dtype == CacheDType::kFloat8E4M3;
-  static constexpr int kMantissaBits = kE4M3 ? 3 : 2;
-  static constexpr uint8_t kMantissa = (1 << kMantissaBits) - 1, kExponent = 0x7f - kMantissa,
-                           kLowBits = 2 * kMantissa + 1;  // the mantissa and the last bit of the exponent
+  static constexpr int kMantissaBits = kE4M3 ? 3 : 2, kShift = 7 - kMantissaBits;
+  static constexpr uint8_t kLeastNormal = 1 << kMantissaBits, kLeastSpecial = kE4M3 ? 0x7f : 0x7c,
+                           kLowBits = static_cast<uint8_t>((2 * kLeastNormal - 1) << kShift);
 
-  static constexpr BFloat16Bytes<dtype> kTables{};
+  // `high`: the upper bytes of normal numbers, by the upper 4 bits of the magnitude. The others: what differs in subnormal
+  // numbers, by the lower 4 bits of magnitude - kLeastNormal.
+  struct Tables {
+    uint8_t high[16] = {}, subnormal_high[16] = {}, subnormal_low[16] = {};
+    constexpr Tables() {
+      for (int n = 0; n < 16; ++n) high[n] = widened_float8(n == 0 ? kLeastNormal : n << 3, kE4M3, true) >> 8;
+      for (int n = 0; n < kLeastNormal; ++n) {
+        const int subnormal = widened_float8(n, kE4M3, true), at = 16 - kLeastNormal + n;
+        subnormal_high[at] = static_cast<uint8_t>(high[0] ^ subnormal >> 8);
+        subnormal_low[at] = static_cast<uint8_t>(n << kShift ^ subnormal);
+      }
+    }
+  };
+  static constexpr Tables kTables{};
   Codes high_, subnormal_high_, subnormal_low_;
 
  public:
@@ -122,20 +119,19 @@ class Float8Shuffles {
   FA_INLINE void copy(BFloat16* to, const uint8_t* from) const {
     // Unpacking takes the first and the second half of each 16 bytes.
     const Codes codes = (Codes)FA_HALVES_TO_16_BYTES(*reinterpret_cast<const UnalignedCodes*>(from));
-    const Codes magnitude = codes & 0x7f, mantissa = codes & 15;
-    const auto is_subnormal = (codes & kExponent) == 0;
-    const auto is_special = kE4M3 ? magnitude == 0x7f : (codes & kExponent) == kExponent;
-    Codes high = (Codes)FA_SHUFFLE_BYTES(high_, (Codes)((Words)magnitude >> 3) & 15),
-          low = (Codes)((Words)(codes & kLowBits) << (7 - kMantissaBits));
-    high = is_subnormal ? (Codes)FA_SHUFFLE_BYTES(subnormal_high_, mantissa) : high;
-    low = is_subnormal ? (Codes)FA_SHUFFLE_BYTES(subnormal_low_, mantissa) : low;
-    const Codes infinity = Codes{} + uint8_t{0x80}, nan = Codes{} + uint8_t{0xc0};
-    const Codes nan_or_inf = !kE4M3 ? (magnitude == 0x7c ? infinity : nan) : nan;
-    high = (is_special ? Codes{} + uint8_t{0x7f} : high) | (codes & uint8_t{0x80});
-    low = is_special ? nan_or_inf : low;
+    const Codes magnitude = codes & 0x7f;
+    // Bit 7 is 0 for subnormal numbers only. With bit 7 a shuffle gives 0.
+    const Codes if_subnormal = magnitude + static_cast<uint8_t>(0x80 - kLeastNormal);
+    const auto is_special = kE4M3 ? magnitude == kLeastSpecial : (codes & kLeastSpecial) == kLeastSpecial;
+    const Codes high = (Codes)FA_SHUFFLE_BYTES(high_, (Codes)((Words)magnitude >> 3) & 15) ^
+                       (Codes)FA_SHUFFLE_BYTES(subnormal_high_, if_subnormal);
+    const Codes low =
+        ((Codes)((Words)codes << kShift) & kLowBits) ^ (Codes)FA_SHUFFLE_BYTES(subnormal_low_, if_subnormal);
+    // NaN and Inf: the exponent has all bits, and `low` is right.
+    const Codes high_or_special = high | (codes & uint8_t{0x80}) | ((Codes)is_special & 0x7f);
     // No auto: it drops the alignment of the type.
-    *reinterpret_cast<UnalignedWords*>(to) = (Words)FA_UNPACK8_LOW(low, high);
-    *reinterpret_cast<UnalignedWords*>(to + kCount / 2) = (Words)FA_UNPACK8_HIGH(low, high);
+    *reinterpret_cast<UnalignedWords*>(to) = (Words)FA_UNPACK8_LOW(low, high_or_special);
+    *reinterpret_cast<UnalignedWords*>(to + kCount / 2) = (Words)FA_UNPACK8_HIGH(low, high_or_special);
   }
 };
 
