@@ -81,9 +81,9 @@ inline bool lse_is_exact(const BackwardParams& p, T lse) {
 }
 
 // Returns P for a vector of scores, by the forward's exponential. Masked scores give 0 for every lse. In: a type of the
-// rows' size.
-template <class In, class T>
-FA_INLINE Vec<T> prob_of(Vec<T> score, T reference, T correction) {
+// rows' size. Terms: T if the scores belong to one row, Vec<T> if they belong to a vector of rows.
+template <class In, class T, class Terms>
+FA_INLINE Vec<T> prob_of(Vec<T> score, Terms reference, Terms correction) {
   return score == kNegInf<T>
              ? Vec<T>{}
              : prob_exp<In, T>((score - reference) - correction, T(kLog2E), Exp2<T>::kLowestProb);

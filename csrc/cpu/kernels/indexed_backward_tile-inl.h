@@ -134,9 +134,7 @@ struct IndexedBackwardRow {
         T *prob = s.probs + r * f.ld + c, *dscore = s.dscores + r * f.ld + c;
         const Vec<T> x = load<T>(prob);
         const VecIndex<T> hidden = x == kNegInf<T>;  // masked or padding: dS is 0 for every dP
-        const Vec<T> e = hidden
-                             ? Vec<T>{}
-                             : prob_exp<In, T>((x - reference) - correction, T(kLog2E), Exp2<T>::kLowestProb);
+        const Vec<T> e = prob_of<In, T>(x, reference, correction);
         store<T>(prob, e);
         store<T>(dscore, hidden ? Vec<T>{} : e * (load<T>(dscore) - delta));
       }
