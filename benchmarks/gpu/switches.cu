@@ -1,6 +1,6 @@
 // Times the plain forward kernels of sm90 as the compile-time switches are set. Prints a line for each problem, with
 // its microseconds and a checksum of out. switches.py compiles this once for each setting, and compares.
-#include <csrc/cuda/sm90/forward.cuh>
+#include <csrc/cuda/sm90/forward_launch.cuh>
 
 #include <cstdio>
 #include <cstdlib>

@@ -14,7 +14,7 @@ from flash_attn_ext import flash_attn
 
 SOURCE = "sm90/forward_bfloat16.cu"
 # Only the plain kernels have switches, and FLASH_ATTN_EXT_SM90_PERSISTENT changes the kernels with options, too.
-INSTANCE = """#include "forward.cuh"
+INSTANCE = """#include "forward_launch.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 

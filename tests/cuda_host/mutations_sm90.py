@@ -41,7 +41,7 @@ SEEN_BY_RACECHECK = "all lanes have read lse and delta"
 # One dtype is enough, and one head dimension of each form: the other instances are the same text. Of the plain forward
 # also one with ping-pong, and one without persistent blocks.
 INSTANCES = {
-    "sm90/forward_bfloat16.cu": """#include "forward.cuh"
+    "sm90/forward_bfloat16.cu": """#include "forward_launch.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -65,7 +65,7 @@ cudaError_t forward_float8(const AttentionParams& p, void*, cudaStream_t stream)
 
 }  // namespace flash_attn_ext::cuda::sm90
 """,
-    "sm90/backward_bfloat16.cu": """#include "backward.cuh"
+    "sm90/backward_bfloat16.cu": """#include "backward_launch.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 

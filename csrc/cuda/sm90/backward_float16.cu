@@ -1,4 +1,4 @@
-#include "backward.cuh"
+#include "backward_launch.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 

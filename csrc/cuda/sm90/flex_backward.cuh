@@ -1,7 +1,7 @@
 // Backward with mask functions and block masks: the loop of backward.cuh, on the tiles that query_lists.cuh lists.
 #pragma once
 
-#include "backward.cuh"
+#include "backward_launch.cuh"
 #include "hidden_by_functions.cuh"
 #include "query_lists.cuh"
 #include "task_order.h"

@@ -1,7 +1,7 @@
 // Forward with functions of the user and block masks: the loop of forward.cuh, on the tiles that tile_lists.cuh lists.
 #pragma once
 
-#include "forward.cuh"
+#include "forward_launch.cuh"
 #include "mask_function.cuh"
 #include "tile_lists.cuh"
 

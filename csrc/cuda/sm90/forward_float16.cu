@@ -1,4 +1,4 @@
-#include "forward.cuh"
+#include "forward_launch.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 
