@@ -8,6 +8,7 @@ FLASH_ATTN_EXT_LOCAL_VERSION=1   appends torch's version to the package's versio
 for different versions of torch have different names
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -46,10 +47,10 @@ UNITS = ["torch"]
 # compilation. On x86-64 float32 results keep their bits. Calls take 1.13 times as long; a decoding step of one row
 # takes 1.4 times.
 SLOW_KERNELS = ["isa_generic"]
-CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
+# Sources that compile for a long time are first, so that no processor is idle at the end.
+CPU = ["isa_generic", "isa_avx512", "isa_avx2", "isa_avx512_bf16", "isa_amx", "isa_neon", "isa_neon_bf16"]
+CPU += ["int8_avx512_vnni", "int8_avx512", "int8_avx2", "int8_generic"]
 CPU += ["amx_permission", "int8", "key_lists", "select", "task_list", "why_not", "widen_float8"]
-CPU += ["isa_neon", "isa_neon_bf16"]
-CPU += ["int8_generic", "int8_avx2", "int8_avx512", "int8_avx512_vnni"]
 CUDA = ["simt/workspace.cpp", "simt/why_not.cpp", "simt/functions.cpp", "sm75/why_not.cpp"]
 CUDA += ["sm80/why_not.cpp", "sm80/decode_splits.cpp"]
 CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/sorted_rounds.cpp", "sm90/task_rounds.cpp", "gpu_code.cpp"]
@@ -230,7 +231,10 @@ def tier_of(source: str) -> str:
 
 
 def groups_of(sources: list[str]) -> list[tuple[list[str], list[str], list[str]]]:
-    """Returns the sources in groups that have the same flags: (sources, flags for C++, flags for nvcc)."""
+    """Returns the sources in groups that have the same flags: (sources, flags for C++, flags for nvcc).
+
+    The groups are in the order in which ninja begins them: UNITS compile longest, so they are first.
+    """
     units, slow_kernels = ([s for s in sources if Path(s).stem in stems] for stems in (UNITS, SLOW_KERNELS))
     tiers = {
         tier: [source for source in sources if tier_of(source) == tier and Path(source).suffix == ".cu"]
@@ -247,6 +251,31 @@ def groups_of(sources: list[str]) -> list[tuple[list[str], list[str], list[str]]
     return groups
 
 
+@contextlib.contextmanager
+def one_run_of_ninja():
+    """Compiles the files of all calls of torch's compile() in the block side by side.
+
+    Each call writes build.ninja and runs ninja, but ninja has one set of flags for all files. So this function renames
+    each build.ninja, and runs ninja once on all of them. Without ninja, each call compiles one file after the other.
+    """
+    run_ninja, postponed = cpp_extension._run_ninja_build, []
+
+    def postpone(folder: str, *args, **options) -> None:
+        Path(folder, "build.ninja").rename(Path(folder, f"group_{len(postponed)}.ninja"))
+        postponed.append((folder, args, options))
+
+    cpp_extension._run_ninja_build = postpone
+    try:
+        yield
+    finally:
+        cpp_extension._run_ninja_build = run_ninja
+    if postponed:
+        folder, args, options = postponed[-1]
+        groups = (f"subninja group_{number}.ninja\n" for number in range(len(postponed)))
+        Path(folder, "build.ninja").write_text("".join(groups))
+        run_ninja(folder, *args, **options)
+
+
 def build_in_tree() -> type:
     """torch's BuildExtension with objects in OBJECTS and flags for each group of sources."""
 
@@ -259,11 +288,12 @@ def build_in_tree() -> type:
             compile_all = self.compiler.compile
 
             def compile_in_groups(sources, *args, extra_postargs=None, **options):
-                compiled = (
-                    compile_all(group, *args, extra_postargs=with_flags(extra_postargs, *flags), **options)
-                    for group, *flags in groups_of(sources)
-                )
-                return list(itertools.chain.from_iterable(compiled))
+                with one_run_of_ninja():
+                    objects = [
+                        compile_all(group, *args, extra_postargs=with_flags(extra_postargs, *flags), **options)
+                        for group, *flags in groups_of(sources)
+                    ]
+                return list(itertools.chain.from_iterable(objects))
 
             self.compiler.compile = compile_in_groups
             try:

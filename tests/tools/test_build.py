@@ -59,6 +59,33 @@ def test_an_editable_build_keeps_its_objects(monkeypatch):
     assert command.build_temp == setup["OBJECTS"]
 
 
+def test_groups_with_different_flags_compile_in_one_run_of_ninja(tmp_path, monkeypatch):
+    """The first group begins first. MAX_JOBS is the number of files that compile at a time."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # setup.py changes it
+    monkeypatch.setenv("MAX_JOBS", "1")
+    monkeypatch.chdir(ROOT)
+    setup = runpy.run_path("setup.py")
+    runs, run_ninja = [], cpp_extension._run_ninja_build
+
+    def run(folder, *args, **options):
+        runs.append(folder)
+        run_ninja(folder, *args, **options)
+
+    monkeypatch.setattr(cpp_extension, "_run_ninja_build", run)
+    with setup["one_run_of_ninja"]():
+        for flag in ("-O1", "-O3"):  # as torch's compile() does
+            rule = f"post_cflags = {flag}\nrule compile\n  command = echo $post_cflags $out >> log; touch $out\n"
+            (tmp_path / "build.ninja").write_text(f"{rule}build x{flag}.o: compile\nbuild y{flag}.o: compile\n")
+            cpp_extension._run_ninja_build(str(tmp_path), False, error_prefix="Error")
+        assert not (tmp_path / "log").exists()
+    assert runs == [str(tmp_path)]
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines == ["-O1 x-O1.o", "-O1 y-O1.o", "-O3 x-O3.o", "-O3 y-O3.o"]
+    assert cpp_extension._run_ninja_build is run
+
+
 CPU_TORCH, CUDA_TORCH = "torch.version.cuda = None", "torch.version.cuda = '13.0'"
 
 
