@@ -291,6 +291,7 @@ def build_in_tree() -> type:
             compile_all = self.compiler.compile
 
             def compile_in_groups(sources, *args, extra_postargs=None, **options):
+                sources = sorted(sources, key=ext.sources.index)  # setuptools sorts them by name
                 with one_run_of_ninja():
                     objects = [
                         compile_all(group, *args, extra_postargs=with_flags(extra_postargs, *flags), **options)

@@ -163,7 +163,7 @@ def test_nvcc_compiles_a_tier_for_the_gpus_on_which_it_runs(tmp_path, monkeypatc
     calls, given = [], {}
 
     def build(command, extension):  # in place of torch's and setuptools' part
-        objects = command.compiler.compile(extension.sources, extra_postargs=extension.extra_compile_args)
+        objects = command.compiler.compile(sorted(extension.sources), extra_postargs=extension.extra_compile_args)
         assert sorted(objects) == sorted(extension.sources)
 
     def compile_all(sources, extra_postargs):
@@ -187,6 +187,7 @@ def test_nvcc_compiles_a_tier_for_the_gpus_on_which_it_runs(tmp_path, monkeypatc
 
     compiled, ptx = {}, {}
     for sources, options in calls:
+        assert sources == sorted(sources, key=given["ext_modules"][0].sources.index)  # long ones first
         codes = sorted(option.rsplit("code=")[-1] for option in options if "gencode" in option)
         for source in sources:
             if source.endswith(".cu"):
