@@ -20,12 +20,15 @@ def states_of(block_mask: "BlockMask") -> Tensor:
         (block_mask.kv_num_blocks, block_mask.kv_indices, _PARTIAL),
         (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, _FULL),
     )
-    version = [(id(t), t._version) for counts, indices, _ in lists for t in (counts, indices) if t is not None]
+    tensors = [t for counts, indices, _ in lists for t in (counts, indices) if t is not None]
+    # Tensors of inference mode have no version, so a change of their elements would not be seen.
+    version = None if any(t.is_inference() for t in tensors) else [(id(t), t._version) for t in tensors]
     kept = getattr(block_mask, _KEPT_AS, None)
     if kept is not None and kept[0] == version:
         return kept[1]
     states = states_of_lists(block_mask.seq_lengths, block_mask.BLOCK_SIZE, lists[0][:2], lists[1][:2])
-    setattr(block_mask, _KEPT_AS, (version, states))
+    if version is not None:
+        setattr(block_mask, _KEPT_AS, (version, states))
     return states
 
 

@@ -8,6 +8,7 @@ import dis
 import functools
 import itertools
 import types
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import torch
@@ -17,26 +18,44 @@ _DEEPEST = 8
 _LONGEST = 64  # the largest size of a list, tuple or dict
 _CONSTANTS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device)
 _TRUSTED = frozenset({"torch", "math", "operator", "functools", "builtins", "numpy"})
+_DYNAMIC = frozenset({"getattr", "vars", "globals", "locals", "eval", "exec", "__import__"})  # may read any name
+# Special methods that no expression of a function calls on a value.
+_UNUSED_METHODS = frozenset({
+    "__init__", "__new__", "__post_init__", "__init_subclass__", "__del__", "__setattr__", "__delattr__", "__repr__",
+    "__str__", "__hash__", "__eq__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__",
+})  # fmt: skip
+_MOST_CODES = 1024
 
 
 class Dependencies:
-    """Collects the key and the tensors of some functions. ``is_complete`` is False if a value cannot be compared."""
+    """The key and the tensors of some functions. ``is_complete`` is False if a value cannot be compared."""
 
-    def __init__(self) -> None:
-        self.parts: list[Any] = []  # hashable
-        self.tensors: list[Tensor] = []
-        self.is_complete = True
-        self._numbers: dict[int, int] = {}  # id of a tensor -> its number
-        self._visited: dict[int, int] = {}  # id of another object -> its number
+    def __init__(self, *functions: Any) -> None:
+        # Attributes that the functions may read. A helper may read an attribute of an object that an earlier value
+        # holds. So the values are collected again until no new name is found.
+        start = tuple(type(f) if (code := _code_of(f)) is None else code for f in functions)
+        self._names: set[str] = set(_names_found.get(start, ()))
+        while True:
+            known = len(self._names)
+            self.parts: list[Any] = []  # hashable
+            self.tensors: list[Tensor] = []
+            self.is_complete = True
+            self._numbers: dict[int, int] = {}  # id of a tensor -> its number
+            self._visited: dict[int, int] = {}  # id of another object -> its number
+            for function in functions:
+                self.parts.append("function")
+                self.add(function)
+            if len(self._names) == known:
+                break
+        if len(_names_found) >= _MOST_CODES:
+            _names_found.clear()
+        _names_found[start] = frozenset(self._names)
 
     def number_of(self, tensor: Tensor) -> int | None:
         return self._numbers.get(id(tensor))
 
-    def add(self, value: Any, names: frozenset[str] = frozenset(), depth: int = 0) -> None:
-        """Adds a value, and everything that a function reads from it.
-
-        ``names``: the attributes in the function's code.
-        """
+    def add(self, value: Any, depth: int = 0, *, is_called: bool = True) -> None:
+        """Adds a value, and everything that a function reads from it. ``is_called``: the value may be called."""
         if isinstance(value, Tensor):
             self._add_tensor(value)
         elif isinstance(value, _CONSTANTS):
@@ -47,7 +66,7 @@ class Dependencies:
             self.is_complete = False
         else:
             self._visited[id(value)] = len(self._visited)
-            self._add_object(value, names, depth + 1)
+            self._add_object(value, depth + 1, is_called=is_called)
 
     def _add_tensor(self, tensor: Tensor) -> None:
         number = self._numbers.setdefault(id(tensor), len(self.tensors))
@@ -55,30 +74,31 @@ class Dependencies:
             self.tensors.append(tensor)
         self.parts.append((number, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad))
 
-    def _add_object(self, value: Any, names: frozenset[str], depth: int) -> None:
+    def _add_object(self, value: Any, depth: int, *, is_called: bool) -> None:
         if isinstance(value, types.FunctionType):
             self._add_function(value, depth)
         elif isinstance(value, types.MethodType):
             self._add_function(value.__func__, depth)
-            self.add(value.__self__, _names_of(value.__func__.__code__)[1], depth)
+            self.add(value.__self__, depth, is_called=False)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
-                self.add(part, names, depth)
+                self.add(part, depth)
         elif isinstance(value, (tuple, list)) and len(value) <= _LONGEST:
             self.parts.append((type(value), len(value)))
             for item in value:
-                self.add(item, names, depth)
+                self.add(item, depth)
         elif isinstance(value, dict) and len(value) <= _LONGEST:
             self.parts.append((type(value), len(value)))
             for key, item in value.items():
-                self.add(key, names, depth)
-                self.add(item, names, depth)
-        elif isinstance(value, (type, types.BuiltinFunctionType)) or _is_trusted(
-            getattr(value, "__name__", None), value
-        ):
+                self.add(key, depth)
+                self.add(item, depth)
+        elif isinstance(value, type):
+            self.parts.append(("object", _Identity(value)))
+            self._add_class(value, depth, unused=_UNUSED_METHODS - {"__init__", "__new__", "__post_init__"})
+        elif _is_function_of_module(value) or _is_trusted(getattr(value, "__name__", None), value):
             self.parts.append(("object", _Identity(value)))
         else:
-            self._add_attributes(value, names, depth)
+            self._add_attributes(value, depth, is_called=is_called)
 
     def _add_function(self, function: types.FunctionType, depth: int) -> None:
         if function.__closure__ is None and _is_trusted(function.__module__, function):
@@ -86,44 +106,75 @@ class Dependencies:
             return
         code = function.__code__
         self.parts.append(code)
-        globals_read, attributes = _names_of(code)
+        names = _names_of(code)
+        self._names |= names.attributes
+        if names.is_dynamic:
+            self.is_complete = False
         for value in (function.__defaults__, function.__kwdefaults__):
-            self.add(value, attributes, depth)
+            self.add(value, depth)
         for cell in function.__closure__ or ():
             try:
-                self.add(cell.cell_contents, attributes, depth)
+                self.add(cell.cell_contents, depth)
             except ValueError:  # an empty cell
                 self.parts.append("empty")
-        for name in globals_read:
+        for name in names.globals_read:
             if name in function.__globals__:
                 self.parts.append(name)
-                self.add(function.__globals__[name], attributes, depth)
+                self.add(function.__globals__[name], depth)
             elif not hasattr(builtins, name):
                 self.is_complete = False
 
-    def _add_attributes(self, value: Any, names: frozenset[str], depth: int) -> None:
+    def _add_attributes(self, value: Any, depth: int, *, is_called: bool) -> None:
         held = getattr(value, "__dict__", None)
         if held is None:
             self.is_complete = False
             return
-        self.parts.append(type(value))
+        cls = type(value)
+        self.parts.append(cls)
+        if isinstance(value, torch.nn.Module):
+            if is_called:
+                self._names |= _names_of(cls.forward.__code__).attributes
+                self.add(cls.forward, depth)
+                self.is_complete &= not (value._forward_hooks or value._forward_pre_hooks)
+        elif is_called and callable(value) and not isinstance(_static_attribute(cls, "__call__"), types.FunctionType):
+            self.is_complete = False  # functools.lru_cache and other objects without Python code
         held = {
             **held,
             **(held.get("_parameters") or {}),
             **(held.get("_buffers") or {}),
             **(held.get("_modules") or {}),
         }
-        for name in sorted(names):
-            if name in held:
-                self.parts.append(name)
-                self.add(held[name], names, depth)
-            elif isinstance(value, types.ModuleType):
+        for name in sorted(self._names & held.keys()):
+            self.parts.append(name)
+            self.add(held[name], depth)
+        if not isinstance(value, types.ModuleType):
+            self._add_class(cls, depth, unused=_UNUSED_METHODS, hidden=held)
+
+    def _add_class(self, cls: type, depth: int, *, unused: frozenset[str], hidden: Container[str] = ()) -> None:
+        """Adds the attributes of a class that functions may read. ``hidden``: names of the instance's attributes."""
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] in _TRUSTED:
                 continue
-            elif (attribute := _static_attribute(type(value), name)) is not None:
-                if isinstance(attribute, (types.FunctionType, _CONSTANTS)):
-                    self.add(attribute, names, depth)
-                else:
-                    self.is_complete = False  # a property may compute anything
+            for name, attribute in base.__dict__.items():
+                if name.startswith("__") and name.endswith("__"):
+                    if isinstance(attribute, types.FunctionType) and name not in unused:
+                        self.add(attribute, depth)
+                elif name in self._names and name not in hidden:
+                    self.parts.append(name)
+                    self._add_descriptor(attribute, depth)
+
+    def _add_descriptor(self, attribute: Any, depth: int) -> None:
+        if isinstance(attribute, (staticmethod, classmethod)):
+            self.add(attribute.__func__, depth)
+        elif isinstance(attribute, property):
+            self.add(attribute.fget, depth)
+        elif isinstance(attribute, types.FunctionType) or not hasattr(attribute, "__get__"):
+            self.add(attribute, depth)
+        else:
+            self.is_complete = False
+
+
+_names_found: dict[tuple, frozenset[str]] = {}  # attributes that Dependencies found, by codes or types of the functions
 
 
 class QuickKey:
@@ -148,7 +199,11 @@ class QuickKey:
         if quick_code is None:
             if len(_quick_codes) >= _MOST_CODES:
                 _quick_codes.clear()
-            quick_code = _quick_codes[id(code)] = _QuickCode(code, _names_of(code)[0], next(_counter))
+            names = _names_of(code)
+            globals_read = None if names.is_dynamic else names.globals_read
+            quick_code = _quick_codes[id(code)] = _QuickCode(code, globals_read, next(_counter))
+        if quick_code.globals_read is None:
+            return False
         self.parts.append(quick_code.number)
         for cell in function.__closure__ or ():
             try:
@@ -172,7 +227,7 @@ class QuickKey:
             self.parts += (value.dtype, value.shape, value.requires_grad)
         elif kind is float:
             self.parts += (kind, repr(value))
-        elif kind in _QUICK_CONSTANTS:
+        elif kind in _QUICK_CONSTANTS or _is_function_of_module(value):
             self.parts += (kind, value)
         elif kind is types.ModuleType and _is_trusted(value.__name__, value):
             self.parts.append(value)
@@ -181,13 +236,12 @@ class QuickKey:
         return True
 
 
-_QUICK_CONSTANTS = frozenset({int, bool, str, type(None), types.BuiltinFunctionType})
-_MOST_CODES = 1024
+_QUICK_CONSTANTS = frozenset({int, bool, str, type(None)})
 
 
 class _QuickCode(NamedTuple):
     code: types.CodeType  # kept alive, so that no other code object gets the same id
-    globals_read: tuple[str, ...]
+    globals_read: tuple[str, ...] | None  # None: the code may read other names
     number: int  # unique
 
 
@@ -213,6 +267,11 @@ def _is_trusted(module: str | None, value: object) -> bool:
     return isinstance(value, (types.ModuleType, types.FunctionType)) and (module or "").partition(".")[0] in _TRUSTED
 
 
+def _is_function_of_module(value: object) -> bool:
+    """Whether a builtin function is no method of an object, as ``table.get`` is."""
+    return type(value) is types.BuiltinFunctionType and isinstance(value.__self__, (types.ModuleType, type, type(None)))
+
+
 def _static_attribute(cls: type, name: str) -> object:
     for base in cls.__mro__:
         if name in base.__dict__:
@@ -220,19 +279,37 @@ def _static_attribute(cls: type, name: str) -> object:
     return None
 
 
+def _code_of(function: object) -> types.CodeType | None:
+    return getattr(getattr(function, "__func__", function), "__code__", None)
+
+
+class _Names(NamedTuple):
+    """The names that a function reads, also in its inner functions."""
+
+    globals_read: tuple[str, ...]
+    attributes: frozenset[str]  # also strings, which may be names of attributes
+    is_dynamic: bool  # the function may read other names
+
+
 @functools.lru_cache(maxsize=1024)
-def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Returns the names of globals and attributes that a function reads, also in its inner functions."""
+def _names_of(code: types.CodeType) -> _Names:
     globals_read: dict[str, None] = {}
     attributes: set[str] = set()
+    is_dynamic = False
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             globals_read[instruction.argval] = None
+            is_dynamic |= instruction.argval in _DYNAMIC
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             attributes.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            is_dynamic |= instruction.argval.partition(".")[0] not in _TRUSTED
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner_globals, inner_attributes = _names_of(constant)
-            globals_read.update(dict.fromkeys(inner_globals))
-            attributes |= inner_attributes
-    return tuple(globals_read), frozenset(attributes)
+            inner = _names_of(constant)
+            globals_read.update(dict.fromkeys(inner.globals_read))
+            attributes |= inner.attributes
+            is_dynamic |= inner.is_dynamic
+        elif isinstance(constant, str):
+            attributes.add(constant)
+    return _Names(tuple(globals_read), frozenset(attributes), is_dynamic)

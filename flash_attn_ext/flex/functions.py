@@ -32,6 +32,7 @@ class Compiled(NamedTuple):
     gradients: Gradients | None
     floats: tuple[Tensor, ...]
     ints: tuple[Tensor, ...]
+    reads_elements: bool  # True: the programs contain elements of captured tensors
 
 
 class _Kept(NamedTuple):
@@ -57,17 +58,14 @@ def functions_of(
     kept = None if quick_key is None else _kept.get(quick_key)
     if kept is not None:
         return _rows_of_kept(kept, quick.tensors, dtype)
-    read = Dependencies()
-    read.add(score_mod)
-    read.parts.append("mask")
-    read.add(mask_mod)
+    read = Dependencies(score_mod, mask_mod)
     key = (device, dtype, *read.parts) if read.is_complete else None
     kept = _kept.get(key) if key is not None else None
     if kept is None:
         compiled = compile_functions(score_mod, mask_mod, device, dtype)
         floats = [read.number_of(t) for t in compiled.floats]
         ints = [read.number_of(t) for t in compiled.ints]
-        if key is None or None in floats or None in ints:
+        if key is None or None in floats or None in ints or compiled.reads_elements:
             return rows_of(compiled.programs, compiled.floats, compiled.ints, dtype)
         kept = _Kept(
             compiled.programs, tuple(n for n in floats if n is not None), tuple(n for n in ints if n is not None)
@@ -103,6 +101,7 @@ def compile_functions(
     mask = (
         None if mask_mod is None else trace(mask_mod, "mask_mod", lower, with_score=False, device=device, dtype=dtype)
     )
+    reads_elements = any(traced.reads_elements for traced in (score, mask) if traced is not None)
     if score is not None and score.program.operation() == "score":
         score = None  # the identity
     if mask is not None and mask.program.is_true():
@@ -129,7 +128,7 @@ def compile_functions(
         directory.append(-1 if program is None else len(encoded) + len(words))
         words += program or []
     programs = torch.tensor(directory + words, dtype=torch.int64, device="cpu")
-    return Compiled(programs, score, mask, gradients, floats, ints)
+    return Compiled(programs, score, mask, gradients, floats, ints, reads_elements)
 
 
 def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:

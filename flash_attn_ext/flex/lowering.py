@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .operations import BOOL, FLOAT, INT, OPERATIONS
-from .tracing import Symbol, Tracer, type_of_dtype
+from .tracing import READERS, Symbol, Tracer, type_of_dtype
 
 aten = torch.ops.aten
 _Lowering = Callable[..., Any]
@@ -19,7 +19,7 @@ _LOWERINGS: dict[Any, _Lowering] = {}  # by overload packet; returns a node
 def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one operator on symbols."""
     packet = func.overloadpacket
-    if packet in _READERS:
+    if packet in READERS:
         raise tracer.refuse(
             "a decision or a number that depends on score, b, h, q_idx or kv_idx", "torch.where in place of if"
         )
@@ -40,7 +40,6 @@ def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return tracer.symbol(tracer.builder.as_type(node, type_of_dtype(dtype)), dtype)
 
 
-_READERS = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
 _SAME = {
     aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.lift_fresh_copy, aten.view, aten.reshape,
     aten.contiguous, aten.squeeze, aten.positive,

@@ -19,6 +19,10 @@ from .operations import BOOL, FLOAT, INT
 from .program import Builder, Program
 
 _INDEX_TYPE = torch.int32  # of b, h, q_idx, kv_idx, as in a function that torch compiles
+# Operators and functions that convert elements to Python's numbers.
+READERS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.is_nonzero, torch.ops.aten.equal}
+_READING_FUNCTIONS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+_PRE_DISPATCH = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
 
 
 def type_of_dtype(dtype: torch.dtype) -> str:
@@ -82,7 +86,7 @@ class Traced(NamedTuple):
     program: Program
     floats: tuple[Tensor, ...]
     ints: tuple[Tensor, ...]
-    is_from_captured: bool  # True: every captured tensor existed before the function ran
+    reads_elements: bool  # True: the program contains elements of captured tensors as numbers
 
 
 class Tracer:
@@ -98,6 +102,7 @@ class Tracer:
         self._captured: dict[int, Captured] = {}
         self.constants: dict[int, _Constant] = {}  # tensors that the function made from numbers, by id
         self.derived: dict[int, Tensor] = {}  # tensors that the function made from captured tensors
+        self.reads_elements = False
 
     def symbol(self, value: int, dtype: torch.dtype) -> Symbol:
         return Symbol(self, dtype, value)
@@ -219,10 +224,18 @@ class _Calls(TorchFunctionMode):
             if isinstance(base, Symbol) or any(isinstance(i, Symbol) for i in items):
                 return self.tracer.index(base, indices)
         kwargs = kwargs or {}
-        if not torch._C._are_functorch_transforms_active():
+        if func in _READING_FUNCTIONS and id(args[0]) not in self.tracer.constants:
+            self.tracer.reads_elements = True
+        is_transformed = torch._C._are_functorch_transforms_active()
+        is_exported = torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        if not is_transformed and not is_exported:
             return func(*args, **kwargs)
         if not any(isinstance(a, Symbol) for a in tree_flatten((args, kwargs))[0]):
             return func(*args, **kwargs)
+        if not is_transformed:
+            # torch.export's mode for this key refuses symbols
+            with torch._C._ExcludeDispatchKeyGuard(_PRE_DISPATCH):
+                return func(*args, **kwargs)
         args, kwargs = tree_map(self._unwrapped, (args, kwargs))
         with temporarily_clear_interpreter_stack():
             return func(*args, **kwargs)
@@ -246,8 +259,10 @@ class _Watch(TorchDispatchMode):
             return self.tracer.lower(func, tuple(args), kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise self.tracer.refuse(f"the random operator {func}", "operators that give the same result at each call")
-        result = func(*args, **(kwargs or {}))
         constants = self.tracer.constants
+        if func.overloadpacket in READERS and not all(id(t) in constants for t in tensors):
+            self.tracer.reads_elements = True
+        result = func(*args, **(kwargs or {}))
         made = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
         if not all(id(t) in constants or (t.dim() == 0 and func is _LIFT) for t in tensors):
             self.tracer.derived.update((id(t), t) for t in made)
@@ -299,5 +314,4 @@ def trace(
     else:
         raise TypeError(f"{name}: got a result of type {type(result).__name__}; allowed: a 0-d tensor")
     floats, ints = (tuple(c.tensor for c in row) for row in (tracer.floats, tracer.ints))
-    from_captured = not any(id(t) in tracer.derived for t in (*floats, *ints))
-    return Traced(Program(b, value), floats, ints, from_captured)
+    return Traced(Program(b, value), floats, ints, tracer.reads_elements)

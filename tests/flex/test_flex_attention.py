@@ -279,6 +279,17 @@ def test_16_bit_tensors_may_be_captured():
     assert gradient.abs().sum() > 0
 
 
+def test_block_mask_of_inference_mode():
+    """Its tensors have no version, so their states are not kept."""
+    q = torch.randn(1, 1, 20, 8)
+    with torch.inference_mode():
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 20, 20, "cpu", BLOCK_SIZE=8)
+        inside = flex_attention(q, q, q, block_mask=mask)
+    wanted = flash_attn(q, q, q, is_causal=True)
+    torch.testing.assert_close(inside, wanted)
+    torch.testing.assert_close(flex_attention(q, q, q, block_mask=mask), wanted)
+
+
 def test_empty_inputs():
     for shape in ((0, 2, 2, 5, 5, 8), (1, 2, 2, 0, 5, 8), (1, 2, 2, 5, 0, 8)):
         q, k, v, _ = (t.detach().float().requires_grad_() for t in make(shape, torch.float32))

@@ -108,6 +108,119 @@ def test_functions_of_modules_and_partials(traced):
     assert torch.equal(attend(functools.partial(scaled, factor=2.0)), attend(lambda s, *_: s * 2.0))
 
 
+class Cap:
+    """A function that is an object, and an object that a function reads in several ways."""
+
+    def __init__(self, factor):
+        self.factor, self.by_name, self.tensor = factor, {"factor": factor}, torch.tensor(factor)
+
+    def __call__(self, score, *_):
+        return score * self.factor
+
+    def __getitem__(self, name):
+        return self.by_name[name]
+
+    @property
+    def doubled(self):
+        return 2 * self.factor
+
+    def method(self, score, *_):
+        return self.helper(score)
+
+    def helper(self, score):
+        return score * self.factor
+
+
+class CapModule(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, score, *_):
+        return score * self.factor
+
+
+def factor_of(cap):
+    return cap.factor
+
+
+class Attributes:
+    factor = 1.0
+
+
+def reads_class(factor):
+    Attributes.factor = factor
+    return lambda score, *_: score * Attributes.factor
+
+
+READS = {
+    "object": Cap,
+    "module": CapModule,
+    "object in a closure": lambda factor: (lambda cap: lambda score, *_: cap(score))(Cap(factor)),
+    "module in a closure": lambda factor: (lambda cap: lambda score, *_: cap(score))(CapModule(factor)),
+    "module of torch": lambda factor: (lambda act: lambda score, *_: act(-score.abs()))(nn.LeakyReLU(factor)),
+    "index": lambda factor: (lambda cap: lambda score, *_: score * cap["factor"])(Cap(factor)),
+    "property": lambda factor: (lambda cap: lambda score, *_: score * cap.doubled)(Cap(factor)),
+    "helper method": lambda factor: Cap(factor).method,
+    "helper function": lambda factor: (lambda cap: lambda score, *_: score * factor_of(cap))(Cap(factor)),
+    "getattr": lambda factor: (lambda cap: lambda score, *_: score * getattr(cap, "fac" + "tor"))(Cap(factor)),
+    "class": reads_class,
+    "method of a dict": lambda factor: (lambda get: lambda score, *_: score * get("factor"))({"factor": factor}.get),
+    "cached": lambda factor: functools.lru_cache(lambda score, *_: score * factor),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_another_value_gives_another_program(name):
+    functions._kept.clear()
+    make = READS[name]
+    for factor in (1.0, 8.0, 1.0):
+        score_mod = make(factor)
+        got = attend(score_mod)
+        functions._kept.clear()
+        assert torch.equal(got, attend(score_mod)), factor  # traced without a known program
+    assert not torch.equal(attend(make(1.0)), attend(make(8.0)))
+
+
+def test_an_object_changes_between_calls():
+    cap, module = Cap(1.0), CapModule(1.0)
+    for score_mod in (cap, cap.method, module, module.forward):
+        cap.factor = module.factor = 1.0
+        first = attend(score_mod)
+        cap.factor = module.factor = 8.0
+        assert torch.equal(attend(score_mod), attend(lambda s, *_: s * 8.0))
+        assert not torch.equal(attend(score_mod), first)
+
+
+NUMBERS = {
+    "item": lambda t: t.item(),
+    "float": float,
+    "tolist": lambda t: t.tolist(),
+    "numpy": lambda t: float(t.numpy()),
+    "if": lambda t: 8.0 if t > 2 else 1.0,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_elements_that_are_read_as_numbers_may_change(name):
+    t, number = torch.tensor(1.0), NUMBERS[name]
+
+    def score_mod(score, b, h, q, k):
+        return score * number(t)
+
+    attend(score_mod)
+    t.fill_(8.0)
+    assert torch.equal(attend(score_mod), attend(lambda s, *_: s * 8.0))
+
+
+def test_callable_objects_are_known(traced):
+    for score_mod in (Cap(2.0), CapModule(2.0), Cap(2.0).method):
+        traced.clear()
+        attend(score_mod)
+        attend(score_mod)
+        assert len(traced) == 1
+
+
 def test_derived_tensors_are_computed_at_each_call():
     log_slopes = torch.tensor([0.1, 0.2], requires_grad=True)
 
@@ -216,6 +329,26 @@ def test_schema_meta_and_autograd_agree():
     tensors = {"captured": table.detach().reshape(-1).requires_grad_(), "programs": compiled.programs}
     q = Q.clone().requires_grad_()
     torch.library.opcheck(_ops.attention_flex, (q, Q, Q), tensors)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_slopes = nn.Parameter(torch.tensor([0.1, 0.2]))
+
+        def forward(self, q):
+            slopes = torch.exp(self.log_slopes)
+            return flex_attention(q, q, q, lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+
+    module = Biased()
+    exported = torch.export.export(module, (Q,), strict=strict).module()
+    torch.testing.assert_close(exported(Q), module(Q))
+    with torch.no_grad():
+        for m in (module, exported):
+            m.log_slopes.fill_(1.0)
+    torch.testing.assert_close(exported(Q), module(Q))
 
 
 def test_compiled_code_may_call_it():
