@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .operations import OPERATIONS
-from .program import HEADER_WORDS, INSTRUCTION_WORDS, Rank
+from .program import HEADER_WORDS, INSTRUCTION_WORDS, WITHOUT_GRADIENT, Rank
 
 _NAMES = list(OPERATIONS)
 _SCORE = int(Rank.TILE)  # the operand for tile slot 0
@@ -36,7 +36,9 @@ def run(words: Sequence[int], tile: Tile) -> Tensor:
         at = HEADER_WORDS + n * INSTRUCTION_WORDS
         operation, target, *rest = words[at : at + INSTRUCTION_WORDS]
         operands = [values[o] for o in rest[:3] if o >= 0]
-        values[target] = _OPERATIONS[_NAMES[operation]](tile, rest[3:5], *operands)
+        value = _OPERATIONS[_NAMES[operation]](tile, rest[3:5], *operands)
+        is_detached = _NAMES[operation] == "maximum" and rest[3] == WITHOUT_GRADIENT
+        values[target] = value.detach() if is_detached else value
     return values[words[6]]
 
 

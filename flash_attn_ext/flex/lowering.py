@@ -27,8 +27,10 @@ def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return tracer.index(args[0], args[1])
     if packet is aten.select:
         return _select(tracer, *args)
-    if packet in _SAME:
+    if packet in _SAME or (packet is aten.detach and args[0].base is not None):
         return args[0]
+    if packet is aten.detach:
+        return tracer.symbol(tracer.builder.without_gradient(args[0].value), args[0].dtype)
     lowering = _LOWERINGS.get(packet)
     if lowering is None:
         raise tracer.refuse(f"the operator {func}")
@@ -41,7 +43,7 @@ def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 _SAME = {
-    aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.lift_fresh_copy, aten.view, aten.reshape,
+    aten.alias, aten.clone, aten.lift_fresh, aten.lift_fresh_copy, aten.view, aten.reshape,
     aten.contiguous, aten.squeeze, aten.positive,
 }  # fmt: skip
 

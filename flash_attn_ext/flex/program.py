@@ -15,6 +15,7 @@ VERSION = 1
 HEADER_WORDS = INSTRUCTION_WORDS = 8
 MAX_INSTRUCTIONS = 4096
 MAX_SLOTS = 4096
+WITHOUT_GRADIENT = 1  # the immediate of a maximum that stands for torch's detach()
 
 
 class Rank(IntEnum):
@@ -97,6 +98,10 @@ class Builder:
             self.nodes.append(node)
             self.ranks.append(rank)
         return self._numbers[key]
+
+    def without_gradient(self, n: int) -> int:
+        """Returns a node of the same value, for which derivatives are 0. The immediate distinguishes it."""
+        return n if self.type_of(n) != FLOAT else self.emit("maximum", n, n, immediates=(WITHOUT_GRADIENT,))
 
     def constant(self, value: float | int | bool, kind: str | None = None) -> int:
         """Returns a constant of type ``kind``. Without ``kind`` it has the type of ``value``."""
@@ -269,6 +274,8 @@ def gradients_of(program: Program, wants_element: Callable[[int], bool]) -> Grad
     needed: set[int] = set()
     for n in order:
         node = nodes[n]
+        if node.operation == "maximum" and WITHOUT_GRADIENT in node.immediates:
+            continue
         source = node.operation == "score" or (node.operation == "gather" and wants_element(int(node.immediates[0])))
         if source or any(a in needed for a in node.arguments):
             needed.add(n)

@@ -107,6 +107,32 @@ def test_torch_func():
         torch.testing.assert_close(transform(loss)(q, table), transform(exact)(q, table))
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_detached_parts_of_a_score_have_no_derivative(backend):
+    """A straight-through estimator, and a detached element of a table."""
+    q, k, v = inputs(1, 2, 9, 4)
+    table = torch.rand(2, dtype=torch.float64, requires_grad=True)
+
+    def score_mod(s, b, h, i, j):
+        return (s + (torch.round(s * 4) / 4 - s).detach()) * table[h].detach() + table[h] * i
+
+    def attend(q):
+        return flex_attention(q, k, v, score_mod).sin()
+
+    run = attend if backend is None else torch.compile(attend, backend=backend, fullgraph=True)
+    h, i = torch.arange(2)[:, None, None], torch.arange(9)[:, None]
+    wanted = (score_mod(q @ k.mT / 2, 0, h, i, None).softmax(-1) @ v).sin()
+    out = run(q)
+    torch.testing.assert_close(out, wanted)
+    has_second = backend is None  # AOTAutograd has no second derivatives
+    ours, exact = (torch.autograd.grad(o.sum(), (q, table), create_graph=has_second) for o in (out, wanted))
+    for g, g_exact in zip(ours, exact, strict=True):
+        torch.testing.assert_close(g, g_exact)
+        if has_second:
+            seconds = [torch.autograd.grad(x.square().sum(), q, retain_graph=True)[0] for x in (g, g_exact)]
+            torch.testing.assert_close(*seconds)
+
+
 def test_vmap_over_batch_tables_and_gradients():
     q, k, v, table, temperature = (t.detach() for t in arguments())
     tables = torch.stack([table, table * 2, table - 1])
