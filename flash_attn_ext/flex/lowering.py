@@ -19,6 +19,8 @@ _LOWERINGS: dict[Any, _Lowering] = {}  # by overload packet; returns a node
 def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one operator on symbols."""
     packet = func.overloadpacket
+    if func._schema.name.endswith("_") and func._schema.is_mutable:
+        return _in_place(tracer, func, args, kwargs)
     if packet in READERS:
         raise tracer.refuse(
             "a decision or a number that depends on score, b, h, q_idx or kv_idx", "torch.where in place of if"
@@ -27,10 +29,12 @@ def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return tracer.index(args[0], args[1])
     if packet is aten.select:
         return _select(tracer, *args)
-    if packet in _SAME or (packet is aten.detach and args[0].base is not None):
+    if packet in _SAME or (packet in {aten.detach, *_COPIES} and args[0].base is not None):
         return args[0]
     if packet is aten.detach:
         return tracer.symbol(tracer.builder.without_gradient(args[0].value), args[0].dtype)
+    if packet in _COPIES:  # another symbol, which may change in place
+        return tracer.symbol(args[0].value, args[0].dtype)
     lowering = _LOWERINGS.get(packet)
     if lowering is None:
         raise tracer.refuse(f"the operator {func}")
@@ -42,10 +46,21 @@ def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return tracer.symbol(tracer.builder.as_type(node, type_of_dtype(dtype)), dtype)
 
 
-_SAME = {
-    aten.alias, aten.clone, aten.lift_fresh, aten.lift_fresh_copy, aten.view, aten.reshape,
-    aten.contiguous, aten.squeeze, aten.positive,
-}  # fmt: skip
+_SAME = {aten.alias, aten.lift_fresh, aten.view, aten.reshape, aten.contiguous, aten.squeeze, aten.positive}
+_COPIES = {aten.clone, aten.lift_fresh_copy}
+
+
+def _in_place(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
+    """Runs ``x += y`` as ``x = x + y``: the symbol gets another value."""
+    target, name = args[0], func._schema.name.partition("::")[2]
+    functional = getattr(getattr(aten, name[:-1], None), func._overloadname, None)
+    if functional is None or not isinstance(target, Symbol) or target.base is not None:
+        raise tracer.refuse(f"the operator {func}")
+    result = lower(tracer, functional, args, kwargs)
+    if not torch.can_cast(result.dtype, target.dtype):
+        raise tracer.refuse(f"{func} of {result.dtype} into {target.dtype}", f"a value that {target.dtype} holds")
+    target.value = tracer.builder.as_type(result.value, type_of_dtype(target.dtype))
+    return target
 
 
 def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
@@ -128,7 +143,7 @@ _UNARY = {
     "expm1": "expm1", "log": "log", "log2": "log2", "log1p": "log1p", "tanh": "tanh", "sigmoid": "sigmoid",
     "erf": "erf", "sin": "sine", "cos": "cosine",
 }  # fmt: skip
-_ROUNDINGS = {"floor": "floor", "ceil": "ceil", "trunc": "truncate", "round": "round"}
+_ROUNDINGS = {"floor": "floor", "ceil": "ceil", "trunc": "truncate"}
 
 
 def _unary(operation: str, *, keeps_int: bool) -> _Lowering:
@@ -146,6 +161,14 @@ for _name, _operation in _UNARY.items():
     _takes(_name)(_unary(_operation, keeps_int=False))
 for _name, _operation in _ROUNDINGS.items():
     _takes(_name)(_unary(_operation, keeps_int=True))
+
+
+@_takes("round")
+def _round(f: _Formula, x: object, *, decimals: int = 0) -> int:
+    if f.kind != FLOAT:
+        return f.of(x, f.kind)
+    factor = 10.0**decimals
+    return f.divide(f.round(f.multiply(x, factor)), factor)
 
 
 @_takes("add")

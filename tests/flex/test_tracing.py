@@ -254,6 +254,32 @@ def test_indices_outside_a_captured_tensor():
     assert torch.allclose(out, attend(lambda s, *_: s + 6.0))
 
 
+def test_operators_in_place():
+    table = torch.randn(2, 6)
+
+    def in_place(s, b, h, q, k):
+        before = s.clone()
+        s += table[h, k]
+        s *= 2
+        near = q >= k
+        near &= q - k < 4
+        q += 1
+        return torch.where(near, s + before, before.clamp_(max=0)) + 0.1 * q * k
+
+    def plain(s, b, h, q, k):
+        return torch.where((q >= k) & (q - k < 4), (s + table[h, k]) * 2 + s, s.clamp(max=0)) + 0.1 * (q + 1) * k
+
+    assert torch.allclose(attend(in_place), attend(plain))
+    with pytest.raises(NotImplementedError, match=r"aten.add_.Tensor of torch.float32 into torch.int32"):
+        attend(lambda s, b, h, q, k: s + q.add_(0.5))
+    with pytest.raises(NotImplementedError, match=r"aten.add_.Tensor \(line"):
+        attend(lambda s, b, h, q, k: s + table[0, 0].add_(s))
+
+
+def test_rounding_to_decimals():
+    assert torch.equal(attend(lambda s, *_: s.round(decimals=1)), attend(lambda s, *_: (s * 10).round() / 10))
+
+
 def lines_of(error):
     return str(error.value)
 
