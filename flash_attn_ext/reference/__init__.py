@@ -4,6 +4,7 @@
     softmax.py             1. safe softmax in three passes, online softmax in two
     standard.py            2. attention as five kernels, and its backward by hand
     flash1.py              3. FlashAttention
+    block_sparse.py        3. block-sparse FlashAttention
     flash2.py              4. FlashAttention-2
     flash3_schedule.py     5. FlashAttention-3's pipelines on a model of the hardware (pipeline.py)
     flash_decoding.py      6. Flash-Decoding

@@ -2,6 +2,7 @@
 
 softmax    naive, safe and online softmax on a row that overflows a naive exp
 attention  standard attention, FlashAttention-1 and -2, forward and backward, against fp64 autograd
+sparse     block-sparse FlashAttention with block masks, forward and backward, against fp64 autograd
 schedule   FlashAttention-3's pipelines: clocks, and how busy each unit was
 decode     Flash-Decoding and FlashDecoding++ on a long cache
 gemm       FlashDecoding++'s flat GEMM, padded to 8 and to 64 rows
@@ -14,7 +15,18 @@ from pathlib import Path
 
 import torch
 
-from . import flash1, flash2, flash3_schedule, flash_decoding, flash_decoding_pp, float8, plots, softmax, standard
+from . import (
+    block_sparse,
+    flash1,
+    flash2,
+    flash3_schedule,
+    flash_decoding,
+    flash_decoding_pp,
+    float8,
+    plots,
+    softmax,
+    standard,
+)
 from .memory import SlowMemory
 from .report import print_table
 
@@ -78,6 +90,52 @@ def run_attention(args: argparse.Namespace) -> None:
     B_c, B_r = flash1.block_sizes(args.M, d)
     title = f"N {n}, d {d}, fp64; FlashAttention-1 with M {args.M}: B_c {B_c}, B_r {B_r}; FlashAttention-2: 64 x 64"
     print_table(title, ("", "error", *COUNTED), rows)
+
+
+def run_sparse(args: argparse.Namespace) -> None:
+    n, d = args.N or 1024, args.D or 64
+    inputs = [torch.randn(n, d, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    dout = torch.randn(n, d, dtype=torch.float64)
+    q, k, v = (t.detach() for t in inputs)
+    shape = block_sparse.grid(n, n, d, args.M)
+    every = torch.ones(shape, dtype=torch.bool)
+    block_masks = {
+        "all blocks": every,
+        "lower triangle": every.tril(),
+        "random": torch.rand(shape) < 0.25,
+        "window of 3 blocks": every.tril(1).triu(-1),
+        "diagonal": every.tril().triu(),
+        "nothing": ~every,
+    }
+
+    rows, accesses_of_all = [], 0
+    for name, block_mask in block_masks.items():
+        visible = block_sparse.expand_block_mask(block_mask, n, n, d, args.M)
+        weights = (inputs[0] @ inputs[1].T / d**0.5).exp() * visible
+        expected = weights / weights.sum(1, keepdim=True).clamp(min=1e-300) @ inputs[2]  # 0 if a row sees no key
+        expected_grads = torch.autograd.grad(expected, inputs, dout)
+        memories = forward, backward = SlowMemory(), SlowMemory()
+        out, l, m = block_sparse.forward(q, k, v, block_mask, M=args.M, memory=forward)
+        grads = block_sparse.backward(q, k, v, out, dout, l, m, block_mask, M=args.M, memory=backward)
+        accesses = sum(memory.accesses for memory in memories)
+        accesses_of_all = accesses_of_all or accesses
+        rows.append(
+            [
+                name,
+                f"{block_mask.double().mean():.3f}",
+                error([out, *grads], [expected, *expected_grads]),
+                sum(memory.chip.matmul_flops for memory in memories),
+                forward.accesses,
+                backward.accesses,
+                f"{accesses / accesses_of_all:.3f}",
+            ]
+        )
+    B_c, B_r = flash1.block_sizes(args.M, d)
+    title = (
+        f"N {n}, d {d}, fp64, M {args.M}: {shape[0]} x {shape[1]} blocks of {B_r} x {B_c}; s: share of visible blocks"
+    )
+    columns = ("block mask", "s", "error", "product FLOPs", "accesses, forward", "backward", "both / all blocks")
+    print_table(title, columns, rows)
 
 
 def error(ours, exact) -> str:
@@ -175,6 +233,7 @@ def run_float8(args: argparse.Namespace) -> None:
 COMMANDS = {
     "softmax": run_softmax,
     "attention": run_attention,
+    "sparse": run_sparse,
     "schedule": run_schedule,
     "decode": run_decode,
     "gemm": run_gemm,

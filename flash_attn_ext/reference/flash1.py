@@ -5,7 +5,7 @@ Source: Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention w
 
 The outer loop visits blocks of K and V, the inner loop blocks of Q. So O, l and m are in slow memory. Each inner step
 corrects them in place by the two factors of the online softmax. At any time, O is the attention over the keys visited
-so far.
+so far. With a block mask the inner loop skips hidden blocks: algorithm 5, see block_sparse.py.
 """
 
 import math
@@ -38,6 +38,7 @@ def forward(
     M: int,
     scale: float | None = None,
     mask: Tensor | None = None,
+    block_mask: Tensor | None = None,
     dropout: Dropout | None = None,
     memory: SlowMemory | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,9 +53,11 @@ def forward(
     l.fill(0.0)
     m.fill(-math.inf)
 
-    for j in blocks(k.shape[0], B_c):
+    for column, j in enumerate(blocks(k.shape[0], B_c)):
         K_j, V_j = K.load(j), V.load(j)
-        for i in blocks(q.shape[0], B_r):
+        for row, i in enumerate(blocks(q.shape[0], B_r)):
+            if block_mask is not None and not block_mask[row, column]:
+                continue
             Q_i, O_i, l_i, m_i = Q.load(i), O.load(i), l.load(i), m.load(i)
             S_ij = scores(Q_i, K_j, scale, MASK, i, j)
 
@@ -91,6 +94,7 @@ def backward(
     M: int,
     scale: float | None = None,
     mask: Tensor | None = None,
+    block_mask: Tensor | None = None,
     dropout: Dropout | None = None,
     memory: SlowMemory | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,10 +107,12 @@ def backward(
     dQ, dK, dV = (memory.new(name, Q, *t.shape, result=True) for name, t in (("dq", q), ("dk", k), ("dv", v)))
     dQ.fill(0.0)  # dK and dV are written once, block by block
 
-    for j in blocks(k.shape[0], B_c):
+    for column, j in enumerate(blocks(k.shape[0], B_c)):
         K_j, V_j = K.load(j), V.load(j)
         dK_j, dV_j = K.on_chip(*K_j.shape, 0.0), V.on_chip(*V_j.shape, 0.0)
-        for i in blocks(q.shape[0], B_r):
+        for row, i in enumerate(blocks(q.shape[0], B_r)):
+            if block_mask is not None and not block_mask[row, column]:
+                continue
             Q_i, dO_i = Q.load(i), dO.load(i)
             D_i = row_dot(dO_i, O.load(i))  # delta, from O instead of P
             P_ij = scores(Q_i, K_j, scale, MASK, i, j).exp_minus_(m.load(i)).divide_rows_(l.load(i))

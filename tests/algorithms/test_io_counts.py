@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from block_masks import BLOCK_MASKS
 
 from flash_attn_ext import new_rng_state
 from flash_attn_ext.reference import (
+    block_sparse,
     flash1,
     flash2,
     flash3_schedule,
@@ -44,6 +46,20 @@ def count_flash1(N, d, M):
     out, l, m = flash1.forward(q, k, v, M=M, memory=forward)
     flash1.backward(q, k, v, out, dout, l, m, M=M, memory=backward)
     return forward, backward
+
+
+def count_block_sparse(N, d, M, block_mask):
+    forward, backward = SlowMemory(), SlowMemory()
+    q, k, v, dout = shapes(*[(N, d)] * 4)
+    out, l, m = block_sparse.forward(q, k, v, block_mask, M=M, memory=forward)
+    block_sparse.backward(q, k, v, out, dout, l, m, block_mask, M=M, memory=backward)
+    return forward, backward
+
+
+def every_nth_block(shape, n):
+    """A block mask with a share of 1 / n of the blocks; n = 0: none."""
+    numbers = torch.arange(shape[0] * shape[1]).view(shape)
+    return numbers % n == 0 if n else torch.zeros(shape, dtype=torch.bool)
 
 
 def count_flash2(N, d, block_q=64, block_k=64, M=None):
@@ -105,6 +121,30 @@ class TestCountedEqualsPredicted:
         assert forward.chip.matmul_flops == 2 * 2 * N * N * d
         assert backward.chip.matmul_flops == 5 * 2 * N * N * d
         assert (forward.extra_elements, backward.extra_elements) == (2 * N, 0)
+
+    @pytest.mark.parametrize("N", [1, 100, 1000])
+    @pytest.mark.parametrize("d", [16, 64])
+    @pytest.mark.parametrize("M", [4000, 30_000])
+    @pytest.mark.parametrize("block_mask_of", BLOCK_MASKS.values(), ids=BLOCK_MASKS)
+    def test_block_sparse(self, N, d, M, block_mask_of):
+        block_mask = block_mask_of(block_sparse.grid(N, N, d, M))
+        forward, backward = count_block_sparse(N, d, M, block_mask)
+        B_c, B_r = flash1.block_sizes(M, d)
+        queries = torch.tensor([min(B_r, N - start) for start in range(0, N, B_r)])
+        keys = torch.tensor([min(B_c, N - start) for start in range(0, N, B_c)])
+        visits = int((queries[:, None] * block_mask).sum())  # of a query by a block of keys
+        scores = int((queries[:, None] * keys * block_mask).sum())
+        # flash1's counts; T_c N becomes `visits`, and N N becomes `scores`
+        assert forward.accesses == 2 * N * d + visits * (3 * d + 4) + N * d + 2 * N
+        assert backward.accesses == 4 * N * d + visits * (5 * d + 2) + N * d
+        assert forward.chip.matmul_flops == 2 * 2 * scores * d
+        assert backward.chip.matmul_flops == 5 * 2 * scores * d
+        # A score: scale, max, exp 2, sum, multiply. A visit: correct and divide O; 9 for m and l.
+        assert forward.chip.other_flops == 6 * scores + visits * (2 * d + 9)
+        # A score: scale, exp 2, divide, subtract, multiply, scale. A visit: delta.
+        assert backward.chip.other_flops == 7 * scores + visits * 2 * d
+        assert (forward.extra_elements, backward.extra_elements) == (2 * N, 0)
+        assert forward.traffic["k"].reads == N * d, "K is loaded once, whatever the block mask hides"
 
     @pytest.mark.parametrize("N", [1, 100, 1000])
     @pytest.mark.parametrize("d", [16, 64])
@@ -199,6 +239,35 @@ class TestTheorems:
         assert min(ratios) >= 12
         assert max(ratios) <= 40
 
+    @pytest.mark.parametrize("d", [16, 64, 128])
+    def test_block_sparse_accesses_are_Nd_plus_s_N2_d2_over_M(self, d):
+        """Proposition 4. Theta: one lower and one upper constant hold for all N, M and s, also for s = 0."""
+        ratios = []
+        for N in (512, 2048):
+            for M in (d * 64, N * d // 4, N * d):
+                for n in (0, 1, 2, 8, 32):
+                    block_mask = every_nth_block(block_sparse.grid(N, N, d, M), n)
+                    s = block_mask.double().mean().item()
+                    for memory in count_block_sparse(N, d, M, block_mask):
+                        ratios.append(memory.accesses / (N * d + s * N * N * d * d / M))
+        assert min(ratios) >= 3
+        assert max(ratios) <= 40
+
+    def test_block_sparse_counts_are_proportional_to_s(self):
+        """Exactly: FLOPs are s times the FLOPs of all blocks. Accesses are, too, after the accesses without blocks."""
+        N, d, M = 2048, 64, 16384
+        shape = block_sparse.grid(N, N, d, M)
+        nothing, everything = (count_block_sparse(N, d, M, every_nth_block(shape, n)) for n in (0, 1))
+        dense = count_flash1(N, d, M)
+        for n in (2, 4, 16, 64):
+            counted = count_block_sparse(N, d, M, every_nth_block(shape, n))
+            for some, none, every in zip(counted, nothing, everything, strict=True):
+                assert n * some.flops == every.flops
+                assert n * (some.accesses - none.accesses) == every.accesses - none.accesses
+        assert [memory.flops for memory in nothing] == [0, 0]
+        for every, flash in zip(everything, dense, strict=True):
+            assert (every.accesses, every.flops, every.chip.peak) == (flash.accesses, flash.flops, flash.chip.peak)
+
     def test_flash_accesses_fall_as_one_over_M(self):
         N, d = 8192, 64
         sizes = [2**13, 2**14, 2**15]
@@ -242,7 +311,8 @@ class TestTheChip:
             assert memory.chip.peak <= M
 
     def test_it_is_empty_afterwards(self):
-        for memory in (*count_standard(100, 16), *count_flash1(100, 16, 2000), *count_flash2(100, 16)):
+        sparse = count_block_sparse(100, 16, 2000, every_nth_block(block_sparse.grid(100, 100, 16, 2000), 3))
+        for memory in (*count_standard(100, 16), *count_flash1(100, 16, 2000), *sparse, *count_flash2(100, 16)):
             assert memory.chip.in_use == 0
             assert memory.chip.peak > 0
 
@@ -266,14 +336,17 @@ def test_shapes_alone_count_as_values_do():
             return torch.randn(size) if real else torch.empty(size, device="meta")
 
         q, k, v, dout, mask = tensor(70, 16), tensor(90, 16), tensor(90, 12), tensor(70, 12), tensor(70, 90)
-        memories = [SlowMemory() for _ in range(9)]
-        a, b, c, d, e, f, g, h, n = memories
+        memories = [SlowMemory() for _ in range(11)]
+        a, b, c, d, e, f, g, h, n, r, s = memories
         x = SimpleNamespace(mask=mask, dropout=dropout)
         options = vars(x)
         _, saved = standard.forward(q, k, v, M=500, memory=a, **options)
         standard.backward(q, k, v, dout, saved, M=500, dropout=dropout, memory=b)
         out, l, m = flash1.forward(q, k, v, M=1000, memory=c, **options)
         flash1.backward(q, k, v, out, dout, l, m, M=1000, memory=d, **options)
+        sparse = options | {"M": 1000, "block_mask": every_nth_block(block_sparse.grid(70, 90, 16, 1000), 3)}
+        out, l, m = block_sparse.forward(q, k, v, memory=r, **sparse)
+        block_sparse.backward(q, k, v, out, dout, l, m, memory=s, **sparse)
         out, lse = flash2.forward(q, k, v, memory=e, block_q=32, **options)
         flash2.backward(q, k, v, out, dout, lse, memory=f, block_q=32, **options)
         flash3_schedule.forward(q, k, v, mask=mask, memory=g)

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
+from block_masks import BLOCK_MASKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn_ext import dropout_mask, new_rng_state
 from flash_attn_ext.reference import (
+    block_sparse,
     flash1,
     flash2,
     flash3_schedule,
@@ -76,6 +78,15 @@ def run_flash1(x, dropout=None, M=1500):
     return out, m + l.log(), flash1.backward(x.q, x.k, x.v, out, x.dout, l, m, **options)
 
 
+def run_block_sparse(x, dropout=None, M=1500, block_mask=None):
+    """Without a block mask, all blocks are visible."""
+    if block_mask is None:
+        block_mask = torch.ones(block_sparse.grid(len(x.q), len(x.k), x.q.shape[1], M), dtype=torch.bool)
+    options = {"block_mask": block_mask, "M": M, "mask": x.mask, "dropout": dropout}
+    out, l, m = block_sparse.forward(x.q, x.k, x.v, **options)
+    return out, m + l.log(), block_sparse.backward(x.q, x.k, x.v, out, x.dout, l, m, **options)
+
+
 def run_flash2(x, dropout=None, causal=False, block_q=32, block_k=24):
     options = {"block_q": block_q, "block_k": block_k, "mask": x.mask, "dropout": dropout, "causal": causal}
     out, lse = flash2.forward(x.q, x.k, x.v, **options)
@@ -87,6 +98,7 @@ TRAINING = {
     "standard, M = 300": lambda x, dropout=None: run_standard(x, dropout, 300),
     "flash1": run_flash1,
     "flash1, one block": lambda x, dropout=None: run_flash1(x, dropout, 10**6),
+    "block-sparse, all blocks": run_block_sparse,
     "flash2": run_flash2,
     "flash2, blocks of 1 and 200": lambda x, dropout=None: run_flash2(x, dropout, False, 1, 200),
 }
@@ -125,6 +137,9 @@ def test_any_sizes_and_blocks(n_q, n_k, block_q, block_k, M, visible, seed):
     assert_equal_to_dense(x, expected, *run_flash2(x, block_q=block_q, block_k=block_k))
     run = flash3_schedule.forward(x.q, x.k, x.v, mask=x.mask, block_q=block_q, block_k=block_k)
     assert_equal_to_dense(x, expected, run.out, run.lse)
+    block_mask = torch.rand(block_sparse.grid(n_q, n_k, 5, M)) < visible
+    expected = dense(with_block_mask(x, block_mask, M))
+    assert_equal_to_dense(x, expected, *run_block_sparse(x, M=M, block_mask=block_mask))
 
 
 @training
@@ -133,6 +148,51 @@ def test_any_sizes_and_blocks(n_q, n_k, block_q, block_k, M, visible, seed):
 def test_dropout_is_replayed_in_the_backward(run, kind, p):
     x, dropout = make(kind), Dropout(p, new_rng_state())
     assert_equal_to_dense(x, dense(x, dropout), *run(x, dropout=dropout))
+
+
+def with_block_mask(x, block_mask, M):
+    """The same inputs with one mask of elements, for the oracle. It hides a key that one of the two masks hides."""
+    visible = block_sparse.expand_block_mask(block_mask, len(x.q), len(x.k), x.q.shape[1], M)
+    if x.mask is None:
+        mask = visible
+    elif x.mask.dtype == torch.bool:
+        mask = visible & x.mask
+    else:
+        mask = x.mask.masked_fill(~visible, -math.inf)
+    return SimpleNamespace(**vars(x) | {"mask": mask})
+
+
+@kinds
+@pytest.mark.parametrize("block_mask_of", BLOCK_MASKS.values(), ids=BLOCK_MASKS)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_block_sparse_equals_the_dense_oracle(block_mask_of, kind, p):
+    x, M = make(kind), 1500  # blocks of 16 queries and 24 keys
+    block_mask, dropout = block_mask_of((5, 4)), Dropout(p, new_rng_state()) if p else None
+    expected = dense(with_block_mask(x, block_mask, M), dropout)
+    assert_equal_to_dense(x, expected, *run_block_sparse(x, dropout, M, block_mask))
+
+
+def test_block_sparse_rows_and_keys_without_a_visible_block_give_zeros():
+    x, block_mask = make("plain"), BLOCK_MASKS["a hidden row and column"]((5, 4))
+    out, lse, (dq, dk, dv) = run_block_sparse(x, block_mask=block_mask)
+    rows, keys = slice(16, 32), slice(48, 72)
+    assert (lse[rows] == -math.inf).all()
+    for hidden in (out[rows], dq[rows], dk[keys], dv[keys]):
+        assert (hidden == 0).all()
+
+
+def test_block_sparse_refuses_a_block_mask_of_another_shape_or_type():
+    x, right = make("plain"), torch.ones(5, 4, dtype=torch.bool)
+    for wrong, message in (
+        (right.T, r"block_mask: got shape \(4, 5\); allowed: \(5, 4\), one element for each block"),
+        (right.float(), "block_mask: got torch.float32; allowed: torch.bool"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block_sparse.forward(x.q, x.k, x.v, wrong, M=1500)
+        with pytest.raises(ValueError, match=message):
+            block_sparse.backward(x.q, x.k, x.v, x.dout, x.dout, x.q, x.q, wrong, M=1500)
+        with pytest.raises(ValueError, match=message):
+            block_sparse.expand_block_mask(wrong, 70, 90, 16, 1500)
 
 
 def test_dropout_is_the_operators_own():

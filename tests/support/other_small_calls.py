@@ -50,6 +50,7 @@ from flash_attn_ext.indexer import _composite
 from flash_attn_ext.indexer._arguments import band_options
 from flash_attn_ext.layers import rotary
 from flash_attn_ext.reference import (
+    block_sparse,
     dropout,
     flash1,
     flash2,
@@ -239,6 +240,13 @@ def flash1_passes(q, k, v, drop):
     return out, *flash1.backward(q, k, v, out, q.cos(), *sums_and_maxima, **options)
 
 
+def block_sparse_passes(q, k, v, drop):
+    visible = torch.ones(block_sparse.grid(len(q), len(k), 16, 1500), dtype=torch.bool, device="cpu").tril()
+    out, *sums_and_maxima = block_sparse.forward(q, k, v, visible, M=1500, dropout=drop)
+    grads = block_sparse.backward(q, k, v, out, q.cos(), *sums_and_maxima, visible, M=1500, dropout=drop)
+    return out, *grads
+
+
 def flash2_passes(q, k, v, drop):
     options = {"block_q": 16, "block_k": 16, "dropout": drop, "causal": True}
     out, lse = flash2.forward(q, k, v, **options)
@@ -313,6 +321,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "tutorial, softmax": lambda: tutorial(lambda q, k, v: softmax.online_softmax(q)),
     "tutorial, standard": lambda: tutorial(standard_passes, drop=replayed()),
     "tutorial, flash1": lambda: tutorial(flash1_passes, drop=replayed()),
+    "tutorial, block-sparse": lambda: tutorial(block_sparse_passes, drop=replayed()),
     "tutorial, flash2": lambda: tutorial(flash2_passes, drop=replayed()),
     "tutorial, flash3": lambda: tutorial(flash3_pass),
     "tutorial, decoding": lambda: tutorial(flash_decoding.decode, num_splits=3),
