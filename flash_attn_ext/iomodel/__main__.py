@@ -1,8 +1,9 @@
 """python -m flash_attn_ext.iomodel: FLOPs, slow-memory traffic and predicted time of attention.
 
-predict   standard attention, FlashAttention-1 and -2 and our kernel on one problem and device
+predict   standard attention, FlashAttention-1 and -2 and our kernel on one problem and device; with --visible also
+          block-sparse FlashAttention
 blocks    the same against the block size
-scaling   accesses against N, d and M, with the exponents of the theorems
+scaling   accesses against N, d, M and the share s of visible blocks, with the exponents of the theorems
 gpt2      the table of the FlashAttention paper next to our counts, and why they differ
 context   one sequence on many devices: ring, all-gather and Ulysses
 devices   the rates that are used
@@ -10,7 +11,7 @@ devices   the rates that are used
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ..reference.report import print_table
@@ -22,6 +23,7 @@ from .roofline import predict
 LABELS = {
     "standard": "standard",
     "flash1": "FlashAttention-1",
+    "block_sparse": "block-sparse",
     "flash2": "FlashAttention-2",
     "ours": "our CPU tiles",
 }
@@ -61,7 +63,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     many.add_argument("--plot", type=Path, help="file for the figure")
     many.set_defaults(command=run_blocks)
 
-    scaling = commands.add_parser("scaling", help="accesses against N, d and M, and their exponents")
+    scaling = commands.add_parser("scaling", help="accesses against N, d, M and s, and their exponents")
     scaling.add_argument("--plot", type=Path, help="file for the figure")
     scaling.set_defaults(command=run_scaling)
 
@@ -94,6 +96,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=positive, help="bytes/s of slow memory, in place of the device's")
     parser.add_argument("--forward-only", action="store_true", help="without the backward")
     parser.add_argument("--mask", action="store_true", help="with an (S, S) mask, shared by all heads")
+    parser.add_argument("--visible", type=float, default=1.0, help="s: share of visible blocks, for block-sparse")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability; FlashAttention replays it")
 
 
@@ -129,9 +132,11 @@ def positive(text: str) -> int:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    if not 0 <= args.dropout <= 1:
-        raise ValueError(f"--dropout: got {args.dropout}; allowed: 0 to 1")
-    return Problem(args.B, args.H, args.S, args.D, args.dtype, not args.forward_only, args.mask, args.dropout)
+    for name in ("dropout", "visible"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name}: got {getattr(args, name)}; allowed: 0 to 1")
+    problem = Problem(args.B, args.H, args.S, args.D, args.dtype, not args.forward_only, args.mask, args.dropout)
+    return replace(problem, visible=args.visible)
 
 
 def device_of(args: argparse.Namespace) -> tuple[Device, int]:
@@ -141,9 +146,12 @@ def device_of(args: argparse.Namespace) -> tuple[Device, int]:
 
 def describe(problem: Problem, device: Device, M: int) -> str:
     passes = "forward + backward" if problem.backward else "forward"
-    extras = [
-        name for name, used in (("mask", problem.mask), (f"dropout {problem.dropout:g}", problem.dropout)) if used
-    ]
+    described = {
+        "mask": problem.mask,
+        f"dropout {problem.dropout:g}": problem.dropout,
+        f"visible {problem.visible:g}": problem.visible < 1,
+    }
+    extras = [text for text, used in described.items() if used]
     return (
         f"B {problem.B}, H {problem.H}, S {problem.S}, D {problem.D}, {problem.dtype}, "
         f"{', '.join([passes, *extras])}; {device.name}, M {M}"
@@ -154,6 +162,8 @@ def run_predict(args: argparse.Namespace) -> None:
     problem, (device, M) = problem_of(args), device_of(args)
     rows, record = [], {"problem": asdict(problem), "device": asdict(device), "M": M, "algorithms": {}}
     for name in ALGORITHMS:
+        if name == "block_sparse" and problem.visible == 1:
+            continue  # equals flash1
         counts = count(name, problem, M)
         time = predict(counts, device, problem.dtype)
         record["algorithms"][name] = {
@@ -174,6 +184,8 @@ def run_predict(args: argparse.Namespace) -> None:
     print(f"roofline from {device.source}: {rates(device, problem.dtype)}")
     print(CACHES)
     print("on chip: elements at the peak; extra: slow memory beyond inputs and results, the sum of both passes")
+    if problem.visible < 1:
+        print(f"visible {problem.visible:g}: block-sparse skips the hidden blocks; all other rows compute all blocks")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -207,7 +219,7 @@ def run_scaling(args: argparse.Namespace) -> None:
             series = [[value(c) for c in counts] for value in sweeps.VALUES.values()]
             exponents = [f"{sweeps.exponent(sweep.values, ys):.2f}" for ys in series]
             rows.append(
-                [LABELS[algorithm], f"{sweep.variable} from {sweep.values[0]} to {sweep.values[-1]}", *exponents]
+                [LABELS[algorithm], f"{sweep.variable} from {sweep.values[0]:g} to {sweep.values[-1]:g}", *exponents]
             )
     centre = f"N {sweeps.CENTRE.S}, d {sweeps.CENTRE.D}, M {sweeps.CENTRE_M}"
     title = f"exponents over the last doubling; one head, forward + backward, around {centre}"

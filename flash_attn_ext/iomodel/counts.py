@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..reference import flash1, flash2, standard
+from ..reference import block_sparse, flash1, flash2, standard
 from ..reference.dropout import Dropout
 from ..reference.memory import SlowMemory
 from .calls import kernel_tiles, largest_blocks
 from .problem import DTYPES, Problem
 
-ALGORITHMS = ("standard", "flash1", "flash2", "ours")
+ALGORITHMS = ("standard", "flash1", "block_sparse", "flash2", "ours")
 
 
 @dataclass
@@ -53,12 +53,23 @@ class Counts:
             self.bytes_once += accessed.bytes_once * heads
 
 
-def count(algorithm: str, problem: Problem, M: int, blocks: tuple[int, int] | None = None) -> Counts:
-    """Counts `algorithm` on a chip of M elements. `blocks` sets flash2's (block_q, block_k) for both passes."""
+def count(
+    algorithm: str,
+    problem: Problem,
+    M: int,
+    blocks: tuple[int, int] | None = None,
+    block_mask: torch.Tensor | None = None,
+) -> Counts:
+    """Counts `algorithm` on a chip of M elements. `blocks` sets flash2's (block_q, block_k) for both passes.
+
+    `block_mask` sets the blocks of block_sparse. None: a share of `problem.visible` of the blocks, evenly spread.
+    """
     if algorithm == "standard":
         return _count_standard(problem)
     if algorithm == "flash1":
         return _count_flash1(problem, M)
+    if algorithm == "block_sparse":
+        return _count_block_sparse(problem, M, block_mask)
     if algorithm == "ours":
         return _count_flash2(problem, kernel_tiles())
     if algorithm == "flash2":
@@ -92,6 +103,31 @@ def _count_flash1(problem: Problem, M: int) -> Counts:
         flash1.backward(q, k, v, out, dout, l, m, memory=backward, **options)
         counts.add("backward", backward, problem)
     return counts
+
+
+def _count_block_sparse(problem: Problem, M: int, block_mask: torch.Tensor | None) -> Counts:
+    B_c, B_r = flash1.block_sizes(M, problem.D)
+    options, counts = _options(problem) | {"M": M}, Counts(f"{B_r} x {B_c}")
+    q, k, v, dout = problem.tensors(4)
+    if block_mask is None:
+        block_mask = spread_blocks(problem.visible, block_sparse.grid(len(q), len(k), problem.D, M))
+    forward, backward = SlowMemory(), SlowMemory()
+    out, l, m = block_sparse.forward(q, k, v, block_mask, memory=forward, **options)
+    counts.add("forward", forward, problem)
+    if problem.backward:
+        block_sparse.backward(q, k, v, out, dout, l, m, block_mask, memory=backward, **options)
+        counts.add("backward", backward, problem)
+    return counts
+
+
+def spread_blocks(visible: float, shape: tuple[int, int]) -> torch.Tensor:
+    """Makes a block mask with round(visible * blocks) visible blocks, evenly spread.
+
+    If N is a multiple of the block sizes, the counts depend on the number of visible blocks, not on their places.
+    """
+    blocks = shape[0] * shape[1]
+    before = torch.arange(blocks + 1, device="cpu") * round(visible * blocks) // max(blocks, 1)
+    return (before.diff() > 0).view(shape)
 
 
 def _count_flash2(problem: Problem, tiles: dict[str, tuple[int, int]]) -> Counts:

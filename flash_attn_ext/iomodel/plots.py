@@ -5,13 +5,18 @@ from pathlib import Path
 from ..reference.report import METHOD_COLORS, pyplot, save
 from .sweeps import VALUES, BlockPoint, Sweep
 
-NAMES = {"standard": "standard", "flash1": "FlashAttention-1", "flash2": "FlashAttention-2"}
+NAMES = {
+    "standard": "standard",
+    "flash1": "FlashAttention-1",
+    "block_sparse": "block-sparse",
+    "flash2": "FlashAttention-2",
+}
 
 
 def blocks(path: Path, points: list[BlockPoint], title: str, M: int) -> None:
     """Draws traffic and predicted time against the block size. A hollow dot: the tiles exceed M."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for algorithm in ("flash1", "flash2"):
+    for algorithm in dict.fromkeys(p.algorithm for p in points):
         color = METHOD_COLORS[algorithm]
         line = [p for p in points if p.algorithm == algorithm]
         for axis, values in (
@@ -35,8 +40,8 @@ def blocks(path: Path, points: list[BlockPoint], title: str, M: int) -> None:
 
 
 def scaling(path: Path, sweeps: list[Sweep]) -> None:
-    """Draws the accesses against N, d and M, and the extra memory against N."""
-    figure, axes = pyplot().subplots(1, 4, figsize=(12, 3.4), layout="constrained")
+    """Draws the accesses against N, d, M and s, and the extra memory against N."""
+    figure, axes = pyplot().subplots(1, 5, figsize=(15, 3.4), layout="constrained")
     panels = [(sweep, "accesses") for sweep in sweeps] + [(sweeps[0], "extra memory")]
     for axis, (sweep, value) in zip(axes, panels, strict=True):
         for algorithm, counts in sweep.counts.items():
@@ -47,5 +52,6 @@ def scaling(path: Path, sweeps: list[Sweep]) -> None:
         axis.set_xlabel(sweep.variable)
         axis.set_title(f"{value} against {sweep.variable}", loc="left", fontsize=10)
         axis.grid(alpha=0.25)
-    axes[0].legend(frameon=False)
+        if sweep.variable in ("N", "s") and value == "accesses":
+            axis.legend(frameon=False)
     save(figure, path)

@@ -21,6 +21,7 @@ class Problem:
     dropout: float = 0.0
     S_k: int | None = None
     D_v: int | None = None
+    visible: float = 1.0  # s, the share of visible blocks. Only block-sparse FlashAttention skips hidden blocks
     key_itemsize: float | None = None  # bytes of an element of k and v, if their dtype differs, as in an 8-bit cache
 
     @property

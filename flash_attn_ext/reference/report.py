@@ -10,7 +10,7 @@ COLORS = ["#1b3a6b", "#c8501e", "#3f8f5b", "#9a6fc0", "#d8a730"]
 METHOD_COLORS = {
     **dict.fromkeys(["torch default", "torch flash", "sdpa", "flash1"], COLORS[0]),
     **dict.fromkeys(["ours", "flash_attn_ext", "flash2"], COLORS[1]),
-    **dict.fromkeys(["torch math", "sdpa-math"], COLORS[2]),
+    **dict.fromkeys(["torch math", "sdpa-math", "block_sparse"], COLORS[2]),
     **dict.fromkeys(["standard", "torch efficient"], COLORS[3]),
     **dict.fromkeys(["torch cudnn"], COLORS[4]),
 }

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from block_masks import BLOCK_MASKS
 from paths import ROOT
 
 from flash_attn_ext.iomodel import __main__ as cli
 from flash_attn_ext.iomodel import calls, counts, devices, gpt2, roofline, sweeps
 from flash_attn_ext.iomodel.counts import Problem, count
-from flash_attn_ext.reference import flash2
+from flash_attn_ext.reference import block_sparse, flash2
 from flash_attn_ext.reference.memory import SlowMemory
 
 SMALL = Problem(B=2, H=3, S=256, D=32)
@@ -48,6 +49,51 @@ def test_counts_equal_the_reference_s():
     flash2.forward(*SMALL.tensors(3), block_q=64, block_k=32, memory=memory)
     assert (counted.bytes, counted.accesses, counted.flops) == (memory.bytes, memory.accesses, memory.flops)
     assert counted.tiles == "64 x 32"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("block_mask_of", BLOCK_MASKS.values(), ids=BLOCK_MASKS)
+def test_block_sparse_counts_equal_the_reference_s(block_mask_of, backward):
+    """The closed forms of these counts are in test_io_counts.py."""
+    problem, M = Problem(2, 3, 200, 32, backward=backward, S_k=170, D_v=40), 4000
+    block_mask = block_mask_of(block_sparse.grid(200, 170, 32, M))
+    counted = count("block_sparse", problem, M, block_mask=block_mask)
+    memories = forward, second = SlowMemory(), SlowMemory()
+    q, k, v, dout = (torch.randn(t.shape).to(t.dtype) for t in problem.tensors(4))
+    out, *sums_and_maxima = block_sparse.forward(q, k, v, block_mask, M=M, memory=forward)
+    if backward:
+        block_sparse.backward(q, k, v, out, dout, *sums_and_maxima, block_mask, M=M, memory=second)
+    for attribute in ("bytes", "accesses", "flops", "extra_bytes"):
+        assert getattr(counted, attribute) == 6 * sum(getattr(memory, attribute) for memory in memories)
+    assert counted.traffic == {
+        (name, tensor): (6 * t.reads * t.itemsize, 6 * t.writes * t.itemsize)
+        for name, memory in zip(("forward", "backward"), memories, strict=True)
+        for tensor, t in memory.traffic.items()
+    }
+
+
+@pytest.mark.parametrize("visible", [0.0, 0.3, 0.5, 1.0])
+def test_the_visible_share_of_a_problem_is_the_share_of_computed_blocks(visible):
+    """N is a multiple of the blocks, so that the counts do not depend on which blocks are visible."""
+    N, d, M = 512, 32, 4096
+    shape = block_sparse.grid(N, N, d, M)
+    block_mask = counts.spread_blocks(visible, shape)
+    blocks = shape[0] * shape[1]
+    assert (shape, int(block_mask.sum())) == ((16, 16), round(visible * blocks))
+    first = torch.zeros(shape, dtype=torch.bool)
+    first.view(-1)[: round(visible * blocks)] = True
+    problem = Problem(1, 1, N, d, visible=visible)
+    counted, at_the_start, all_blocks = (
+        count("block_sparse", problem, M),
+        count("block_sparse", problem, M, block_mask=first),
+        count("flash1", problem, M),
+    )
+    assert counted == at_the_start
+    assert counted.flops * blocks == all_blocks.flops * round(visible * blocks)
+    if visible == 1:
+        assert counted == all_blocks
+    for dense in ("standard", "flash2", "ours"):
+        assert count(dense, problem, M) == count(dense, replace(problem, visible=1.0), M)
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -184,6 +230,9 @@ def test_scaling_shows_the_theorems():
     assert found["d", "flash1", "accesses"] == pytest.approx(2, abs=0.1)
     assert found["M", "flash1", "accesses"] == pytest.approx(-1, abs=0.1)
     assert found["M", "standard", "accesses"] == 0
+    assert found["s", "block_sparse", "FLOPs"] == 1
+    assert found["s", "block_sparse", "accesses"] == pytest.approx(1, abs=0.1)
+    assert found["s", "flash1", "accesses"] == 0
 
 
 class TestCommands:
@@ -193,12 +242,27 @@ class TestCommands:
         cli.main(["predict", *problem, "--mask", "--dropout=0.1", "--json", str(file)])
         printed = capsys.readouterr().out
         for label in (*cli.LABELS.values(), "least ms", "L2"):
-            assert label in printed
+            assert (label in printed) == (label != "block-sparse")
         assert "B 2, H 3, S 256, D 32, float32, forward + backward, mask, dropout 0.1; H100, M 8192" in printed
         record = json.loads(file.read_text())
         expected = count("flash1", Problem(2, 3, 256, 32, "float32", mask=True, dropout=0.1), 8192)
         assert record["algorithms"]["flash1"]["bytes"] == expected.bytes
         assert record["algorithms"]["flash1"]["traffic"]["forward q"] == list(expected.traffic["forward", "q"])
+
+    def test_predict_with_a_visible_share(self, capsys, tmp_path):
+        file = tmp_path / "counts.json"
+        problem = ["--B=2", "--H=3", "--S=256", "--D=32", "--M=8192", "--visible=0.25"]
+        cli.main(["predict", *problem, "--json", str(file)])
+        printed = capsys.readouterr().out
+        assert "float16, forward + backward, visible 0.25; A100-40GB, M 8192" in printed
+        assert "block-sparse" in printed
+        assert "all other rows compute all blocks" in printed
+        record = json.loads(file.read_text())
+        expected = count("block_sparse", Problem(2, 3, 256, 32, visible=0.25), 8192)
+        assert record["problem"]["visible"] == 0.25
+        assert record["algorithms"]["block_sparse"]["bytes"] == expected.bytes
+        cli.main(["blocks", *problem, "--plot", str(tmp_path / "figure.png")])
+        assert "block-sparse" in capsys.readouterr().out
 
     @pytest.mark.parametrize("command", [["blocks", "--S", "256", "--D", "16"], ["scaling"]])
     def test_figures(self, command, capsys, tmp_path):
@@ -216,6 +280,7 @@ class TestCommands:
         [
             (["predict", "--B", "0"], "got 0; allowed: at least 1"),
             (["predict", "--dropout", "2"], "--dropout: got 2.0; allowed: 0 to 1"),
+            (["predict", "--visible", "-0.1"], "--visible: got -0.1; allowed: 0 to 1"),
             (["predict", "--M", "10", "--S", "64"], "M: got 10 elements"),
             (["predict", "--device", "abacus"], "invalid choice: 'abacus'"),
         ],
