@@ -24,6 +24,7 @@ _UNUSED_METHODS = frozenset({
     "__init__", "__new__", "__post_init__", "__init_subclass__", "__del__", "__setattr__", "__delattr__", "__repr__",
     "__str__", "__hash__", "__eq__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__",
 })  # fmt: skip
+_METHODS_OF_APPLY = frozenset({"forward", "backward", "setup_context", "vjp"})  # of a torch.autograd.Function
 _MOST_CODES = 1024
 
 
@@ -94,6 +95,8 @@ class Dependencies:
                 self.add(item, depth)
         elif isinstance(value, type):
             self.parts.append(("object", _Identity(value)))
+            if issubclass(value, torch.autograd.Function):
+                self._names |= _METHODS_OF_APPLY
             self._add_class(value, depth, unused=_UNUSED_METHODS - {"__init__", "__new__", "__post_init__"})
         elif _is_function_of_module(value) or _is_trusted(getattr(value, "__name__", None), value):
             self.parts.append(("object", _Identity(value)))

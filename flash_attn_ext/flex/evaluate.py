@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .operations import OPERATIONS
-from .program import HEADER_WORDS, INSTRUCTION_WORDS, WITHOUT_GRADIENT, Rank
+from .program import CUSTOM_GRADIENT, HEADER_WORDS, INSTRUCTION_WORDS, WITHOUT_GRADIENT, Rank
 
 _NAMES = list(OPERATIONS)
 _SCORE = int(Rank.TILE)  # the operand for tile slot 0
@@ -37,8 +37,12 @@ def run(words: Sequence[int], tile: Tile) -> Tensor:
         operation, target, *rest = words[at : at + INSTRUCTION_WORDS]
         operands = [values[o] for o in rest[:3] if o >= 0]
         value = _OPERATIONS[_NAMES[operation]](tile, rest[3:5], *operands)
-        is_detached = _NAMES[operation] == "maximum" and rest[3] == WITHOUT_GRADIENT
-        values[target] = value.detach() if is_detached else value
+        derivative = rest[3] if _NAMES[operation] == "maximum" else None
+        if derivative == CUSTOM_GRADIENT:
+            raise NotImplementedError(
+                "score_mod: got an autograd.Function in forward mode or a second derivative; allowed: the backward"
+            )
+        values[target] = value.detach() if derivative == WITHOUT_GRADIENT else value
     return values[words[6]]
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .custom_functions import functions_are_traced
 from .dependencies import Dependencies, QuickKey
 from .lowering import lower
 from .program import Gradients, gradients_of
@@ -32,7 +33,7 @@ class Compiled(NamedTuple):
     gradients: Gradients | None
     floats: tuple[Tensor, ...]
     ints: tuple[Tensor, ...]
-    reads_elements: bool  # True: the programs contain elements of captured tensors
+    is_for_one_call: bool  # True: the programs contain elements of captured tensors, or lack a derivative
 
 
 class _Kept(NamedTuple):
@@ -65,7 +66,7 @@ def functions_of(
         compiled = compile_functions(score_mod, mask_mod, device, dtype)
         floats = [read.number_of(t) for t in compiled.floats]
         ints = [read.number_of(t) for t in compiled.ints]
-        if key is None or None in floats or None in ints or compiled.reads_elements:
+        if key is None or None in floats or None in ints or compiled.is_for_one_call:
             return rows_of(compiled.programs, compiled.floats, compiled.ints, dtype)
         kept = _Kept(
             compiled.programs, tuple(n for n in floats if n is not None), tuple(n for n in ints if n is not None)
@@ -95,20 +96,27 @@ def compile_functions(
     score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, device: torch.device, dtype: torch.dtype
 ) -> Compiled:
     """Traces both functions, differentiates the score function, and encodes the programs."""
+    with functions_are_traced():
+        return _compile(score_mod, mask_mod, device, dtype)
+
+
+def _compile(
+    score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, device: torch.device, dtype: torch.dtype
+) -> Compiled:
     score = (
         None if score_mod is None else trace(score_mod, "score_mod", lower, with_score=True, device=device, dtype=dtype)
     )
     mask = (
         None if mask_mod is None else trace(mask_mod, "mask_mod", lower, with_score=False, device=device, dtype=dtype)
     )
-    reads_elements = any(traced.reads_elements for traced in (score, mask) if traced is not None)
+    traced = [t for t in (score, mask) if t is not None]
     if score is not None and score.program.operation() == "score":
         score = None  # the identity
     if mask is not None and mask.program.is_true():
         mask = None
     encoded: list[list[int] | None] = [None] * 4
     gradients = None
-    floats, ints = (score.floats, score.ints) if score is not None else ((), ())
+    is_differentiated = True
     if score is not None:
         # Encode the forward's program first: the derivative adds nodes that the forward does not need.
         encoded[0] = score.program.encode()
@@ -116,9 +124,17 @@ def compile_functions(
         for t in score.floats:
             ends[position] = t.requires_grad
             position += t.numel()
-        gradients = gradients_of(score.program, lambda base: ends[base])
-        encoded[1] = gradients.score.encode()
-        encoded[2] = None if gradients.captured is None else gradients.captured.encode()
+        try:
+            gradients = gradients_of(score.program, lambda base: ends[base])
+            encoded[1] = gradients.score.encode()
+            encoded[2] = None if gradients.captured is None else gradients.captured.encode()
+        except NotImplementedError:  # in the backward of a user's autograd.Function
+            if torch.is_grad_enabled():
+                raise
+            is_differentiated = False
+    # The backward may have captured more tensors than the forward.
+    floats, ints = (score.floats, score.ints) if score is not None else ((), ())
+    is_for_one_call = not is_differentiated or any(t.reads_elements for t in traced)
     if mask is not None:
         encoded[3] = mask.program.encode(sum(t.numel() for t in floats), sum(t.numel() for t in ints))
         floats, ints = floats + mask.floats, ints + mask.ints
@@ -128,7 +144,7 @@ def compile_functions(
         directory.append(-1 if program is None else len(encoded) + len(words))
         words += program or []
     programs = torch.tensor(directory + words, dtype=torch.int64, device="cpu")
-    return Compiled(programs, score, mask, gradients, floats, ints, reads_elements)
+    return Compiled(programs, score, mask, gradients, floats, ints, is_for_one_call)
 
 
 def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:

@@ -173,7 +173,7 @@ def _compiled(
         )
         numbers = {id(t): n for n, t in enumerate(buffers)}
         positions = [[numbers.get(id(t)) for t in row] for row in (traced.floats, traced.ints)]
-        if not is_kept or traced.reads_elements or any(n is None for row in positions for n in row):
+        if not is_kept or traced.is_for_one_call or any(n is None for row in positions for n in row):
             return traced.programs, traced.floats, traced.ints
         entry = kept[key] = (traced.programs, positions)
     programs, positions = entry

@@ -29,11 +29,13 @@ def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return tracer.index(args[0], args[1])
     if packet is aten.select:
         return _select(tracer, *args)
-    if packet in _SAME or (packet in {aten.detach, *_COPIES} and args[0].base is not None):
+    if (packet in _SAME and torch.is_grad_enabled()) or (
+        packet in {aten.detach, *_COPIES} and args[0].base is not None
+    ):
         return args[0]
     if packet is aten.detach:
         return tracer.symbol(tracer.builder.without_gradient(args[0].value), args[0].dtype)
-    if packet in _COPIES:  # another symbol, which may change in place
+    if packet in _COPIES or packet in _SAME:  # another symbol, which may change in place
         return tracer.symbol(args[0].value, args[0].dtype)
     lowering = _LOWERINGS.get(packet)
     if lowering is None:
@@ -56,6 +58,8 @@ def _in_place(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     functional = getattr(getattr(aten, name[:-1], None), func._overloadname, None)
     if functional is None or not isinstance(target, Symbol) or target.base is not None:
         raise tracer.refuse(f"the operator {func}")
+    if not torch.is_grad_enabled() and not tracer.is_in_custom_function:
+        raise tracer.refuse(f"the operator {func} under torch.no_grad()", "operators that return new tensors")
     result = lower(tracer, functional, args, kwargs)
     if not torch.can_cast(result.dtype, target.dtype):
         raise tracer.refuse(f"{func} of {result.dtype} into {target.dtype}", f"a value that {target.dtype} holds")

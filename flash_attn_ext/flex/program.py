@@ -5,7 +5,7 @@ A program is data. The kernels interpret it on tiles of scores (csrc/cpu/kernels
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -15,7 +15,9 @@ VERSION = 1
 HEADER_WORDS = INSTRUCTION_WORDS = 8
 MAX_INSTRUCTIONS = 4096
 MAX_SLOTS = 4096
-WITHOUT_GRADIENT = 1  # the immediate of a maximum that stands for torch's detach()
+# Immediates of maximum(x, x), which stands for x with another derivative.
+WITHOUT_GRADIENT = 1  # torch's detach()
+CUSTOM_GRADIENT = 2  # an output of a user's autograd.Function
 
 
 class Rank(IntEnum):
@@ -37,6 +39,17 @@ class Node(NamedTuple):
     operation: str
     arguments: tuple[int, ...] = ()
     immediates: tuple[int | float, ...] = ()
+
+
+class CustomDerivative(NamedTuple):
+    """The backward of a user's autograd.Function.
+
+    ``derivative(gradients of the outputs)`` returns the gradients of the inputs. None: no node, or no gradient.
+    """
+
+    outputs: tuple[int | None, ...]
+    inputs: tuple[int | None, ...]
+    derivative: Callable[[Sequence[int | None]], Sequence[int | None]]
 
 
 def _divide_down(a: int, b: int) -> int:
@@ -78,6 +91,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.ranks: list[Rank] = []
         self._numbers: dict[tuple, int] = {}
+        self.custom: dict[int, CustomDerivative] = {}  # by output
 
     def emit(self, operation: str, *arguments: int, immediates: tuple[int | float, ...] = ()) -> int:
         """Returns the number of the node ``operation(*arguments)``: an equal earlier node, or a new node."""
@@ -102,6 +116,13 @@ class Builder:
     def without_gradient(self, n: int) -> int:
         """Returns a node of the same value, for which derivatives are 0. The immediate distinguishes it."""
         return n if self.type_of(n) != FLOAT else self.emit("maximum", n, n, immediates=(WITHOUT_GRADIENT,))
+
+    def with_custom_gradient(self, n: int) -> int:
+        """Returns a new node of the same value. add_custom gives its derivative."""
+        return self.emit("maximum", n, n, immediates=(CUSTOM_GRADIENT, len(self.nodes)))
+
+    def add_custom(self, custom: CustomDerivative) -> None:
+        self.custom.update((n, custom) for n in custom.outputs if n is not None)
 
     def constant(self, value: float | int | bool, kind: str | None = None) -> int:
         """Returns a constant of type ``kind``. Without ``kind`` it has the type of ``value``."""
@@ -170,8 +191,11 @@ class Program(NamedTuple):
     def is_true(self) -> bool:
         return self.operation() == "bool_constant" and bool(self.builder.nodes[self.result or 0].immediates[0])
 
-    def used(self) -> list[int]:
-        """Returns the nodes that the result and the effects need, in the order of computation."""
+    def used(self, *, with_custom: bool = False) -> list[int]:
+        """Returns the nodes that the result and the effects need, in the order of computation.
+
+        ``with_custom``: also the inputs of a user's autograd.Function, which may receive gradients from its backward.
+        """
         pending = [*self.effects, *(() if self.result is None else (self.result,))]
         found: set[int] = set()
         while pending:
@@ -179,6 +203,8 @@ class Program(NamedTuple):
             if n not in found:
                 found.add(n)
                 pending += self.builder.nodes[n].arguments
+                if with_custom and n in self.builder.custom:
+                    pending += (i for i in self.builder.custom[n].inputs if i is not None)
         return sorted(found)
 
     def encode(self, float_offset: int = 0, int_offset: int = 0) -> list[int]:
@@ -270,20 +296,26 @@ def gradients_of(program: Program, wants_element: Callable[[int], bool]) -> Grad
     """
     assert program.result is not None
     b, nodes = program.builder, program.builder.nodes
-    order = [n for n in program.used() if b.type_of(n) == FLOAT]
+    order = [n for n in program.used(with_custom=True) if b.type_of(n) == FLOAT]
     needed: set[int] = set()
     for n in order:
         node = nodes[n]
-        if node.operation == "maximum" and WITHOUT_GRADIENT in node.immediates:
+        if node.operation == "maximum" and WITHOUT_GRADIENT in node.immediates[:1]:
             continue
         source = node.operation == "score" or (node.operation == "gather" and wants_element(int(node.immediates[0])))
-        if source or any(a in needed for a in node.arguments):
+        if source or any(a in needed for a in (b.custom[n].inputs if n in b.custom else node.arguments)):
             needed.add(n)
     adjoints: dict[int, int] = {program.result: b.emit("gradient")}
     effects: list[int] = []
     of_score = b.constant(0.0)
     for n in reversed(order):
-        if n not in adjoints or n not in needed:
+        if n not in needed:
+            continue
+        if n in b.custom:
+            parts = _custom_parts(b.custom[n], adjoints, needed)
+        elif n in adjoints:
+            parts = _parts(b, n, adjoints[n], needed)
+        else:
             continue
         node = nodes[n]
         if node.operation == "score":
@@ -291,10 +323,19 @@ def gradients_of(program: Program, wants_element: Callable[[int], bool]) -> Grad
         elif node.operation == "gather":
             index = node.arguments[0]
             effects.append(b.emit("scatter_add", index, adjoints[n], immediates=node.immediates))
-        for a, part in _parts(b, n, adjoints[n], needed):
+        for a, part in parts:
             adjoints[a] = b.emit("add", adjoints[a], part) if a in adjoints else part
     captured = Program(b, None, tuple(effects)) if effects else None
     return Gradients(Program(b, of_score), captured)
+
+
+def _custom_parts(custom: CustomDerivative, adjoints: dict[int, int], needed: set[int]) -> Iterable[tuple[int, int]]:
+    """Takes the gradients of all outputs, so that the backward runs once."""
+    gradients = [None if n is None else adjoints.pop(n, None) for n in custom.outputs]
+    if all(g is None for g in gradients):
+        return []
+    parts = zip(custom.inputs, custom.derivative(gradients), strict=False)
+    return [(n, part) for n, part in parts if n is not None and part is not None and n in needed]
 
 
 def _parts(b: Builder, n: int, g: int, needed: set[int]) -> Iterable[tuple[int, int]]:

@@ -4,8 +4,9 @@ A symbol is a 0-d tensor without data. lowering.py translates each torch operato
 Operators on other tensors run as usual. So a function may compute captured tensors from other tensors, with gradients.
 """
 
+import contextlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,15 +81,6 @@ class _Constant(NamedTuple):
     with_elements: Tensor
 
 
-class Traced(NamedTuple):
-    """A function as a program, and the tensors that it captures, in the order of their rows."""
-
-    program: Program
-    floats: tuple[Tensor, ...]
-    ints: tuple[Tensor, ...]
-    reads_elements: bool  # True: the program contains elements of captured tensors as numbers
-
-
 class Tracer:
     """The state of one trace."""
 
@@ -103,12 +95,40 @@ class Tracer:
         self.constants: dict[int, _Constant] = {}  # tensors that the function made from numbers, by id
         self.derived: dict[int, Tensor] = {}  # tensors that the function made from captured tensors
         self.reads_elements = False
+        self.is_in_custom_function = False  # in the forward or backward of a user's autograd.Function
 
     def symbol(self, value: int, dtype: torch.dtype) -> Symbol:
+        """Returns a new symbol. Under torch.no_grad() it has no derivative, as in torch."""
+        if not torch.is_grad_enabled() and not self.is_in_custom_function:
+            value = self.builder.without_gradient(value)
         return Symbol(self, dtype, value)
 
+    @contextlib.contextmanager
+    def in_custom_function(self) -> Iterator[None]:
+        outside, self.is_in_custom_function = self.is_in_custom_function, True
+        try:
+            yield
+        finally:
+            self.is_in_custom_function = outside
+
+    def intercepts(self) -> contextlib.ExitStack:
+        """Returns a context in which operators on symbols are translated."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(_Calls(self))
+        stack.enter_context(_Watch(self))
+        return stack
+
     def refuse(self, what: str, allowed: str = "the operators in docs/flex.md") -> NotImplementedError:
-        return NotImplementedError(f"{self.name}: {what}{_line_of_user()}; allowed: {allowed}")
+        return NotImplementedError(f"{self.name}: {what}{self.line_of_user()}; allowed: {allowed}")
+
+    @staticmethod
+    def line_of_user() -> str:
+        """Returns the current line of the user's function, as text."""
+        here = __file__.rpartition("/")[0]
+        for frame in reversed(traceback.extract_stack()):
+            if not frame.filename.startswith((here, torch.__path__[0])) and "torch/" not in frame.filename:
+                return f" (line {frame.lineno} of {frame.filename}: {frame.line})"
+        return ""
 
     def capture(self, tensor: Tensor) -> Captured:
         """Adds the elements of ``tensor`` to a row of captured elements."""
@@ -197,15 +217,6 @@ class Tracer:
         return self._lower(self, func, args, kwargs)
 
 
-def _line_of_user() -> str:
-    """Returns the current line of the user's function, as text."""
-    here = __file__.rpartition("/")[0]
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((here, torch.__path__[0])) and "torch/" not in frame.filename:
-            return f" (line {frame.lineno} of {frame.filename}: {frame.line})"
-    return ""
-
-
 class _Calls(TorchFunctionMode):
     """Intercepts calls of torch's functions.
 
@@ -283,6 +294,29 @@ class _Watch(TorchDispatchMode):
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
+class Traced(NamedTuple):
+    """A function as a program, and the tensors that it captures, in the order of their rows.
+
+    A backward that is traced later (custom_functions.py) may capture more tensors.
+    """
+
+    program: Program
+    tracer: Tracer
+
+    @property
+    def floats(self) -> tuple[Tensor, ...]:
+        return tuple(c.tensor for c in self.tracer.floats)
+
+    @property
+    def ints(self) -> tuple[Tensor, ...]:
+        return tuple(c.tensor for c in self.tracer.ints)
+
+    @property
+    def reads_elements(self) -> bool:
+        """Whether the program contains elements of captured tensors as numbers."""
+        return self.tracer.reads_elements
+
+
 def trace(
     function: Callable[..., Any],
     name: str,
@@ -300,11 +334,13 @@ def trace(
         raise TypeError(f"{name}: got {type(function).__name__}; allowed: a function")
     tracer = Tracer(name, device, dtype, lower)
     b = tracer.builder
-    arguments = [tracer.symbol(b.emit(index), _INDEX_TYPE) for index in ("batch", "head", "query", "key")]
-    if with_score:
-        arguments.insert(0, tracer.symbol(b.emit("score"), dtype))
-    with _Calls(tracer), _Watch(tracer):
-        result = function(*arguments)
+    # The program is kept for later calls, so it has a derivative also if this call is under torch.no_grad().
+    with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+        arguments = [tracer.symbol(b.emit(index), _INDEX_TYPE) for index in ("batch", "head", "query", "key")]
+        if with_score:
+            arguments.insert(0, tracer.symbol(b.emit("score"), dtype))
+        with tracer.intercepts():
+            result = function(*arguments)
     if isinstance(result, (bool, int, float)) or (isinstance(result, Tensor) and not isinstance(result, Symbol)):
         value = tracer.value(result, FLOAT if with_score else BOOL)
     elif isinstance(result, Symbol):
@@ -313,5 +349,4 @@ def trace(
         value = tracer.value(result, FLOAT if with_score else BOOL)
     else:
         raise TypeError(f"{name}: got a result of type {type(result).__name__}; allowed: a 0-d tensor")
-    floats, ints = (tuple(c.tensor for c in row) for row in (tracer.floats, tracer.ints))
-    return Traced(Program(b, value), floats, ints, tracer.reads_elements)
+    return Traced(Program(b, value), tracer)

@@ -217,15 +217,17 @@ class Masked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, None
+        return gradient * 3, None  # not the derivative of forward
 
 
 def test_an_autograd_function_in_a_score_function():
     q = tensor(1, 2, 20, 8).requires_grad_()
-    out = flex_attention(q, q, q, lambda s, b, h, i, j: Masked.apply(s, i <= j))
-    wanted = flex_attention(q, q, q, SCORES["inverse causal"])
+    keys = tensor(1, 2, 20, 8, seed=1)
+    out = flex_attention(q, keys, keys, lambda s, b, h, i, j: Masked.apply(s, i <= j))
+    wanted = flex_attention(q, keys, keys, SCORES["inverse causal"])
     torch.testing.assert_close(out, wanted)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), q), torch.autograd.grad(wanted.sum(), q))
+    (ours,), (exact,) = (torch.autograd.grad(o.sum(), q) for o in (out, wanted))
+    torch.testing.assert_close(ours, 3 * exact)
 
 
 def test_a_flag_of_the_closure_changes():
