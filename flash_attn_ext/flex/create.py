@@ -19,13 +19,29 @@ def create_block_mask(
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> BlockMask:
     """torch's ``create_block_mask`` with less memory: it stores one row of blocks of the mask at a time.
 
     Arguments and result are as in ``torch.nn.attention.flex_attention.create_block_mask``. It runs in eager mode only.
+    Other defaults or meanings:
+
+    Args:
+        device: None: the accelerator if there is one, as in torch.
+        _compile: has no effect: nothing is compiled.
+        separate_full_blocks: False: no lists of full blocks. ``mask_mod`` is evaluated in all visible blocks.
+        compute_dq_write_order, dq_kv_order: torch computes these attributes of the mask for its FLASH backend. The
+            kernels of this package do not read them.
     """
+    if not isinstance(dq_kv_order, bool):
+        raise ValueError(f"dq_kv_order: got {dq_kv_order!r}; allowed: True, False")
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
     sizes = _block_sizes(BLOCK_SIZE, Q_LEN, KV_LEN)
     mask_of = mask_mod
     for position in (3, 2, 1, 0):  # the last dimension of the result is the key
@@ -34,9 +50,23 @@ def create_block_mask(
 
     def rows(begin: int, end: int) -> Tensor:
         with TransformGetItemToIndex():
-            return mask_of(b, h, torch.arange(begin, end, device=device), keys)
+            mask = mask_of(b, h, torch.arange(begin, end, device=device), keys)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask_mod: got a result of {mask.dtype}; allowed: torch.bool")
+        return mask
 
-    return _from_rows(rows, mask_mod, (Q_LEN, KV_LEN), sizes)
+    block_mask = _from_rows(rows, mask_mod, (Q_LEN, KV_LEN), sizes, separate_full_blocks=separate_full_blocks)
+    if compute_dq_write_order:
+        _set_write_order(block_mask, descends=dq_kv_order)
+    return block_mask
+
+
+def _set_write_order(block_mask: BlockMask, *, descends: bool) -> None:
+    compute = getattr(torch.nn.attention.flex_attention, "_compute_dq_write_order_from_block_mask", None)
+    if compute is None:
+        raise NotImplementedError(f"compute_dq_write_order: got True; allowed: False with torch {torch.__version__}")
+    block_mask.dq_write_order, block_mask.dq_write_order_full = compute(block_mask, dq_kv_order=descends)
+    block_mask.dq_kv_order, block_mask.dq_kv_order_spt = None, descends
 
 
 def dense_block_mask(mask: Tensor, BLOCK_SIZE: int | tuple[int, int] = 128) -> BlockMask:
@@ -191,7 +221,12 @@ def _edges(lengths: tuple[int, int], sizes: tuple[int, int], device: torch.devic
 
 
 def _from_rows(
-    rows: Callable[[int, int], Tensor], mask_mod: MaskMod, lengths: tuple[int, ...], sizes: tuple[int, int]
+    rows: Callable[[int, int], Tensor],
+    mask_mod: MaskMod,
+    lengths: tuple[int, ...],
+    sizes: tuple[int, int],
+    *,
+    separate_full_blocks: bool = True,
 ) -> BlockMask:
     """Makes a block mask. ``rows(begin, end)`` returns the bool mask (B, H, end - begin, KV_LEN) of these queries."""
     (q_len, kv_len), (block_q, block_k) = lengths, sizes
@@ -202,20 +237,24 @@ def _from_rows(
         of_keys = torch.nn.functional.pad(of_keys, (0, columns * block_k - kv_len))
         counts.append(of_keys.unflatten(-1, (columns, block_k)).sum(-1))
     visible = torch.stack(counts, -2)
-    return _from_blocks(visible > 0, visible == block_q * block_k, mask_mod, lengths, sizes)
+    full = visible == block_q * block_k if separate_full_blocks else None
+    return _from_blocks(visible > 0, full, mask_mod, lengths, sizes)
 
 
 def _from_blocks(
-    visible: Tensor, full: Tensor, mask_mod: MaskMod | None, lengths: tuple[int, ...], sizes: tuple[int, int]
+    visible: Tensor, full: Tensor | None, mask_mod: MaskMod | None, lengths: tuple[int, ...], sizes: tuple[int, int]
 ) -> BlockMask:
     """Makes a block mask.
 
-    ``visible``, ``full``: bool (B, H, query blocks, key blocks), or only the last two dimensions.
+    ``visible``, ``full``: bool (B, H, query blocks, key blocks), or only the last two dimensions. ``full`` None: the
+    mask has no lists of full blocks.
     """
-    visible, full = (t[(None,) * (4 - t.dim())] for t in (visible, full))
-    visible, full = torch.broadcast_tensors(visible, full)
+    partial, lists = visible, (None, None)
+    if full is not None:
+        visible, full = torch.broadcast_tensors(*(t[(None,) * (4 - t.dim())] for t in (visible, full)))
+        partial, lists = visible & ~full, _lists_of(full)
     return BlockMask.from_kv_blocks(
-        *_lists_of(visible & ~full), *_lists_of(full), BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=tuple(lengths)
+        *_lists_of(partial), *lists, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=tuple(lengths)
     )
 
 

@@ -316,6 +316,26 @@ def test_create_block_mask_is_that_of_torch(name, block_size):
     assert_same_lists(create.create_block_mask(*arguments), create_block_mask(*arguments))
 
 
+@pytest.mark.parametrize("name", ["causal", "prefix_lm"])
+def test_create_block_mask_has_torchs_other_arguments(name):
+    mask_mod = mask_mods(2, 200, 270)[name]
+    arguments = (mask_mod, 2, 3, 200, 270, "cpu", 32)
+    whole, partial = (create.create_block_mask(*arguments, True, separate) for separate in (True, False))
+    wanted = create_block_mask(*arguments, separate_full_blocks=False)
+    assert partial.full_kv_num_blocks is None
+    assert partial.full_q_num_blocks is None
+    for lists in ("kv", "q"):
+        assert torch.equal(getattr(partial, f"{lists}_num_blocks"), getattr(wanted, f"{lists}_num_blocks"))
+    q, k, v = (torch.randn(2, 3, n, 8) for n in (200, 270, 270))
+    torch.testing.assert_close(flex_attention(q, k, v, None, partial), flex_attention(q, k, v, None, whole))
+    for order in (True, False):
+        options = {"compute_dq_write_order": True, "dq_kv_order": order}
+        ours, exact = (make(*arguments, **options) for make in (create.create_block_mask, create_block_mask))
+        assert ours.dq_kv_order_spt == exact.dq_kv_order_spt
+        for attribute in ("dq_write_order", "dq_write_order_full"):
+            torch.testing.assert_close(getattr(ours, attribute), getattr(exact, attribute))
+
+
 def assert_same_lists(ours, wanted):
     for lists in ("kv", "full_kv", "q", "full_q"):
         counts = getattr(ours, f"{lists}_num_blocks")
@@ -404,6 +424,8 @@ def test_block_mask_of_lists(mask_mod):
         (lambda: create.window_block_mask(5, 5, -1), "left: got -1"),
         (lambda: create.dense_block_mask(torch.ones(3, 3)), "mask: got torch.float32"),
         (lambda: create.window_block_mask(5, 5, BLOCK_SIZE=0), "BLOCK_SIZE: got 0"),
+        (lambda: create.create_block_mask(lambda b, h, i, j: i * j, 1, 1, 5, 5), "mask_mod: got a result of torch.int"),
+        (lambda: create.create_block_mask(lambda b, h, i, j: i > j, 1, 1, 5, 5, dq_kv_order=2), "dq_kv_order: got 2"),
     ],
 )
 def test_block_masks_that_cannot_be_made(make_mask, message):
