@@ -188,7 +188,21 @@ def flash_attn(
         band_causal, lower_right, left, right = band(causal, is_causal, window, aligned)
     same_bits = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     if has_functions:
-        return _with_functions(locals())
+        # Literals, because locals() takes longer than a small call.
+        result = run_if_ordinary(
+            {
+                "query": query, "key": key, "value": value, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes,
+                "sink": sink, "rng_state": rng_state, "key_mask": key_mask,
+            },
+            {
+                "scale": scale, "causal": band_causal, "lower_right": lower_right, "diagonal": diagonal,
+                "window_left": left, "window_right": right, "attention_chunk": attention_chunk,
+                "first_key": first_key, "softcap": softcap, "dropout_p": dropout_p, "num_splits": num_splits,
+                "unified_max": unified_max, "deterministic": same_bits,
+            },
+            (score_mod, mask_mod, block_mask), enable_gqa=enable_gqa, return_lse=return_lse,
+        )  # fmt: skip
+        return _with_functions(locals()) if result is None else result
     if is_compiling():  # torch.compile traces the operator itself
         return _of_other_tensors(locals())
     try:
@@ -208,6 +222,10 @@ _PARAMETERS = tuple(name for name in _SIGNATURE.parameters if name != "unknown")
 flash_attn.__signature__ = _SIGNATURE.replace(parameters=[_SIGNATURE.parameters[name] for name in _PARAMETERS])
 
 
+_RENAMED = {"causal": "band_causal", "window_left": "left", "window_right": "right", "deterministic": "same_bits"}
+_VARIABLES_OF_OPTIONS = tuple((name, _RENAMED.get(name, name)) for name in _ops.DENSE.option_types)
+
+
 def _tensors_of(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the operator's tensors. ``given``: the local variables of flash_attn."""
     return {name: given[name] for name in _ops.DENSE.tensor_names}
@@ -215,10 +233,7 @@ def _tensors_of(given: dict[str, Any]) -> dict[str, Any]:
 
 def _options_of(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the operator's options. ``given``: the local variables of flash_attn."""
-    variables = {
-        "causal": "band_causal", "window_left": "left", "window_right": "right", "deterministic": "same_bits",
-    }  # fmt: skip
-    return {name: given[variables.get(name, name)] for name in _ops.DENSE.option_types}
+    return {name: given[variable] for name, variable in _VARIABLES_OF_OPTIONS}
 
 
 def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
@@ -239,13 +254,7 @@ def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs flash_attn with functions of the user. ``given``: the local variables of flash_attn."""
-    result = run_if_ordinary(
-        _tensors_of(given), _options_of(given), (given["score_mod"], given["mask_mod"], given["block_mask"]),
-        enable_gqa=given["enable_gqa"], return_lse=given["return_lse"],
-    )  # fmt: skip
-    if result is not None:
-        return result
+    """Runs a call with functions that is not ordinary. ``given``: the local variables of flash_attn."""
     arguments = {name: given[name] for name in _PARAMETERS if name not in FUNCTIONS}
     functions = {name: given[name] for name in FUNCTIONS}
     if is_causal_bias(arguments["attn_mask"]):

@@ -4,8 +4,8 @@ Three parts of torch.nn.attention.flex_attention are replaced:
 
 - the function itself, for eager calls: torch's function would first trace the call with Dynamo;
 - the check that refuses gradients on CPU;
-- - the kernel of the higher-order operator (higher_order.py), for compiled calls, and for callers that imported torch's
-    function before.
+- the kernel of the higher-order operator (higher_order.py), for compiled calls, and for callers that imported torch's
+  function before.
 """
 
 import functools

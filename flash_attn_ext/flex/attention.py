@@ -17,7 +17,6 @@ from .functions import functions_of, is_traced
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-_INPUTS = ("query", "key", "value")
 NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(_ops.DENSE.tensor_names)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -122,8 +121,8 @@ def run_if_ordinary(
     """Computes an ordinary eager call of flash_attn. Returns None if a torch mode or transform must intercept it."""
     if is_traced():
         return None
-    for name in _INPUTS:
-        if type(tensors[name]) is not Tensor or tensors[name].dim() != 4:  # type: ignore[union-attr]
+    for t in (tensors["query"], tensors["key"], tensors["value"]):
+        if type(t) is not Tensor or t.dim() != 4:
             return None
     call = with_functions(Call(_ops.DENSE, tensors, options), *functions)
     return _ops.flex_if_ordinary(enable_gqa, return_lse, call.tensors, call.options)
@@ -159,8 +158,8 @@ def with_functions(
     if block_mask is not None:
         mask_mod, states = _mask_function(block_mask), states_of(block_mask)
         block_size_q, block_size_k = block_mask.BLOCK_SIZE
-        options = options | {"block_size_q": block_size_q, "block_size_k": block_size_k}
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        options = {**options, "block_size_q": block_size_q, "block_size_k": block_size_k}
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     programs, captured, captured_ints = functions_of(score_mod, mask_mod, query.device, dtype)
     tensors = {
         **call.tensors, "programs": programs, "captured": captured, "captured_ints": captured_ints,

@@ -1,5 +1,6 @@
 """Converts torch's BlockMask to the operator's block states: 0 hidden, 1 partial, 2 full."""
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,20 +17,24 @@ _KEPT_AS = "_flash_attn_ext_states"
 
 def states_of(block_mask: "BlockMask") -> Tensor:
     """Returns the states (B, H, query blocks, key blocks), uint8. The mask caches them until its lists change."""
-    lists = (
-        (block_mask.kv_num_blocks, block_mask.kv_indices, _PARTIAL),
-        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, _FULL),
-    )
-    tensors = [t for counts, indices, _ in lists for t in (counts, indices) if t is not None]
-    # Tensors of inference mode have no version, so a change of their elements would not be seen.
-    version = None if any(t.is_inference() for t in tensors) else [(id(t), t._version) for t in tensors]
+    partial = (block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     kept = getattr(block_mask, _KEPT_AS, None)
-    if kept is not None and kept[0] == version:
-        return kept[1]
-    states = states_of_lists(block_mask.seq_lengths, block_mask.BLOCK_SIZE, lists[0][:2], lists[1][:2])
-    if version is not None:
-        setattr(block_mask, _KEPT_AS, (version, states))
+    if kept is not None:
+        tensors, versions, states = kept
+        # "is" first: == of tensors would compare elements
+        if all(map(operator.is_, tensors, partial + full)) and versions == _versions_of(tensors):
+            return states
+    tensors = partial + full
+    states = states_of_lists(block_mask.seq_lengths, block_mask.BLOCK_SIZE, partial, full)
+    # Tensors of inference mode have no version, so a change of their elements would not be seen.
+    if not any(t is not None and t.is_inference() for t in tensors):
+        setattr(block_mask, _KEPT_AS, (tensors, _versions_of(tensors), states))
     return states
+
+
+def _versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [t._version for t in tensors if t is not None]
 
 
 def states_of_lists(
@@ -65,15 +70,19 @@ def check_block_mask(block_mask: "BlockMask", query: Tensor, lengths: tuple[int,
         )
     if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise RuntimeError("block_mask: got a sliced BlockMask, whose mask_mod cannot be used; allowed: a whole one")
-    if block_mask.kv_num_blocks.device != query.device:
-        raise RuntimeError(f"block_mask: got a mask on {block_mask.kv_num_blocks.device}; allowed: {query.device}")
-    if lengths is None or tuple(block_mask.BLOCK_SIZE) == (WHOLE,) * 2:
+    counts = block_mask.kv_num_blocks
+    if counts.device != query.device:
+        raise RuntimeError(f"block_mask: got a mask on {counts.device}; allowed: {query.device}")
+    if lengths is None or block_mask.BLOCK_SIZE[0] == block_mask.BLOCK_SIZE[1] == WHOLE:
         return  # the operator checks the lengths, or one block is for all lengths
-    got, wanted = tuple(block_mask.seq_lengths), lengths
-    if got != wanted:
+    if tuple(block_mask.seq_lengths) != lengths:
         raise ValueError(
-            f"block_mask: got a mask for (q_len, kv_len) = {got}; allowed: {wanted}, the lengths of query and key"
+            f"block_mask: got a mask for (q_len, kv_len) = {tuple(block_mask.seq_lengths)}; allowed: {lengths}, the "
+            "lengths of query and key"
         )
-    for name, size, full in zip(("batch", "heads"), block_mask.kv_num_blocks.shape, query.shape, strict=False):
+    sizes = counts.shape[:2]
+    if sizes == (1, 1):
+        return
+    for name, size, full in zip(("batch", "heads"), sizes, query.shape, strict=False):
         if size not in (1, full):
             raise ValueError(f"block_mask: got {name} {size}; allowed: 1 or query's {full}")

@@ -181,9 +181,9 @@ _names_found: dict[tuple, frozenset[str]] = {}  # attributes that Dependencies f
 
 
 class QuickKey:
-    """A key of functions that read only tensors, numbers and modules. It takes a tenth of the time of Dependencies.
+    """A key of functions and methods that read only tensors, numbers and modules.
 
-    The parts of the key and the tensors have a fixed order.
+    It takes a tenth of the time of Dependencies. The parts of the key and the tensors have a fixed order.
     """
 
     def __init__(self, *functions: Any) -> None:
@@ -195,6 +195,9 @@ class QuickKey:
         if function is None:
             self.parts.append(None)
             return True
+        owner = None
+        if type(function) is types.MethodType:
+            function, owner = function.__func__, function.__self__
         if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
             return False
         code = function.__code__
@@ -204,22 +207,52 @@ class QuickKey:
                 _quick_codes.clear()
             names = _names_of(code)
             globals_read = None if names.is_dynamic else names.globals_read
-            quick_code = _quick_codes[id(code)] = _QuickCode(code, globals_read, next(_counter))
+            attributes = _attributes_of_first_argument(code)
+            quick_code = _quick_codes[id(code)] = _QuickCode(code, globals_read, attributes, next(_counter))
         if quick_code.globals_read is None:
             return False
         self.parts.append(quick_code.number)
-        for cell in function.__closure__ or ():
-            try:
-                if not self._add(cell.cell_contents):
+        if owner is not None and not self._add_attributes(owner, quick_code.attributes):
+            return False
+        if function.__closure__ is not None:
+            for cell in function.__closure__:
+                try:
+                    if not self._add(cell.cell_contents):
+                        return False
+                except ValueError:  # an empty cell
                     return False
-            except ValueError:  # an empty cell
-                return False
         held = function.__globals__
         for name in quick_code.globals_read:
             if name in held:
                 if not self._add(held[name]):
                     return False
             elif not hasattr(builtins, name):
+                return False
+        return True
+
+    def _add_attributes(self, owner: Any, names: tuple[str, ...] | None) -> bool:
+        """Adds the values of an instance's attributes. Attributes of its class are not quick."""
+        cls = type(owner)
+        held = getattr(owner, "__dict__", None)
+        if names is None or held is None or cls.__getattribute__ is not object.__getattribute__:
+            return False
+        get = getattr(cls, "__getattr__", None)
+        if get is not None and get is not torch.nn.Module.__getattr__:
+            return False
+        for name in names:
+            if hasattr(cls, name):
+                return False
+            if name in held:
+                value = held[name]
+            elif get is None:
+                return False
+            elif name in held["_parameters"]:
+                value = held["_parameters"][name]
+            elif name in held["_buffers"]:
+                value = held["_buffers"][name]
+            else:
+                return False
+            if not self._add(value):
                 return False
         return True
 
@@ -230,10 +263,12 @@ class QuickKey:
             self.parts += (value.dtype, value.shape, value.requires_grad)
         elif kind is float:
             self.parts += (kind, repr(value))
-        elif kind in _QUICK_CONSTANTS or _is_function_of_module(value):
+        elif kind in _QUICK_CONSTANTS:
             self.parts += (kind, value)
-        elif kind is types.ModuleType and _is_trusted(value.__name__, value):
+        elif value is torch or (kind is types.ModuleType and _is_trusted(value.__name__, value)):
             self.parts.append(value)
+        elif _is_function_of_module(value):
+            self.parts += (kind, value)
         else:
             return False
         return True
@@ -245,6 +280,7 @@ _QUICK_CONSTANTS = frozenset({int, bool, str, type(None)})
 class _QuickCode(NamedTuple):
     code: types.CodeType  # kept alive, so that no other code object gets the same id
     globals_read: tuple[str, ...] | None  # None: the code may read other names
+    attributes: tuple[str, ...] | None  # of the first argument, for methods. None: the code uses it in other ways
     number: int  # unique
 
 
@@ -284,6 +320,26 @@ def _static_attribute(cls: type, name: str) -> object:
 
 def _code_of(function: object) -> types.CodeType | None:
     return getattr(getattr(function, "__func__", function), "__code__", None)
+
+
+def _attributes_of_first_argument(code: types.CodeType) -> tuple[str, ...] | None:
+    """Returns the attributes that a method reads from ``self``. None: it may do anything else with ``self``."""
+    if code.co_argcount == 0:
+        return None
+    name = code.co_varnames[0]
+    if name in code.co_cellvars:  # an inner function reads it
+        return None
+    attributes: dict[str, None] = {}
+    instructions = list(dis.get_instructions(code))
+    for instruction, following in itertools.pairwise(instructions):
+        value = instruction.argval
+        if value != name and not (isinstance(value, tuple) and name in value):
+            continue
+        is_read = instruction.opname.startswith("LOAD_FAST") and value == name
+        if not is_read or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            return None
+        attributes[following.argval] = None
+    return tuple(attributes)
 
 
 class _Names(NamedTuple):

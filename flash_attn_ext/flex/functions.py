@@ -24,6 +24,9 @@ class Functions(NamedTuple):
     captured_ints: Tensor | None
 
 
+_NO_FUNCTIONS = Functions(None, None, None)
+
+
 class Compiled(NamedTuple):
     """Programs of a score function and a mask function, and the tensors that they read, in the order of the rows."""
 
@@ -50,7 +53,7 @@ def functions_of(
 ) -> Functions:
     """``dtype`` is the dtype of the accumulators."""
     if score_mod is None and mask_mod is None:
-        return Functions(None, None, None)
+        return _NO_FUNCTIONS
     if is_traced():  # each graph has a separate constant
         compiled = compile_functions(score_mod, mask_mod, device, dtype)
         return rows_of(compiled.programs, compiled.floats, compiled.ints, dtype)
@@ -82,7 +85,7 @@ def functions_of(
 
 def _keep(key: tuple, kept: _Kept) -> None:
     if len(_kept) >= _MOST_KEPT:
-        _kept.clear()
+        _kept.pop(next(iter(_kept)), None)  # the oldest
     _kept[key] = kept
 
 
@@ -149,12 +152,14 @@ def _compile(
 
 def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:
     """Returns the operator's tensors. ``dtype`` is the dtype of the accumulators."""
-    captured = _row([_flat(t, dtype) for t in floats])
-    index_dtype = torch.int64 if dtype == torch.float64 else torch.int32
-    if index_dtype == torch.int32:
-        for t in ints:
-            _check_range(t)
-    return Functions(programs, captured, _row([_flat(t, index_dtype) for t in ints]))
+    captured = _row(floats, dtype) if floats else None
+    if not ints:
+        return Functions(programs, captured, None)
+    if dtype == torch.float64:
+        return Functions(programs, captured, _row(ints, torch.int64))
+    for t in ints:
+        _check_range(t)
+    return Functions(programs, captured, _row(ints, torch.int32))
 
 
 def is_traced() -> bool:
@@ -162,13 +167,10 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t if t.dtype == dtype and t.dim() == 1 else t.reshape(-1).to(dtype)
-
-
-def _row(flat: list[Tensor]) -> Tensor | None:
-    if not flat:
-        return None
+def _row(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Returns all elements in one dimension."""
+    same = [t if t.dtype is dtype else t.to(dtype) for t in tensors]
+    flat = [t if t.dim() == 1 else t.ravel() for t in same]
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
 
@@ -177,6 +179,9 @@ def _check_range(t: Tensor) -> None:
 
     Skips tensors without elements.
     """
+    checked = getattr(t, _CHECKED_AS, None)
+    if checked is not None and checked == t._version:
+        return
     if (
         type(t) is not Tensor
         or is_traced()
@@ -184,14 +189,11 @@ def _check_range(t: Tensor) -> None:
         or t.numel() == 0
     ):
         return
-    version = None if t.is_inference() else t._version
-    if version is not None and getattr(t, _CHECKED_AS, None) == version:
-        return
     lowest, highest = (int(x) for x in torch.aminmax(t))
     if lowest < -(2**31) or highest >= 2**31:
         raise ValueError(
             f"score_mod, mask_mod: got a captured {t.dtype} tensor with elements from {lowest} to {highest}; allowed: "
             "elements of 32 bits (64 where query is float64)"
         )
-    if version is not None:
-        setattr(t, _CHECKED_AS, version)
+    if not t.is_inference():  # tensors of inference mode have no version
+        setattr(t, _CHECKED_AS, t._version)

@@ -21,16 +21,6 @@ def attend(score_mod):
     return flex_attention(Q, Q, Q, score_mod)
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """Counts the traces."""
-    count = []
-    compile_functions = functions.compile_functions
-    monkeypatch.setattr(functions, "compile_functions", lambda *a: count.append(a) or compile_functions(*a))
-    functions._kept.clear()
-    return count
-
-
 def test_operations_equal_the_kernels_list():
     assert [(name, o.arguments, o.result) for name, o in OPERATIONS.items()] == _ops.program_operations
 
