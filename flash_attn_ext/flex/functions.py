@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import lowering_activations  # noqa: F401  registers operators
 from .custom_functions import functions_are_traced
 from .dependencies import Dependencies, QuickKey
 from .lowering import lower

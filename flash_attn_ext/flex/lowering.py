@@ -44,8 +44,9 @@ def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         shape = next(list(a.shape) for a in args if isinstance(a, Tensor) and a.dim() > 0)
         raise tracer.refuse(f"{func} on a captured tensor of shape {shape}", "single elements of it")
     dtype = _result_dtype(func, args, kwargs)
-    node = lowering(_Formula(tracer, dtype), *args, **kwargs)
-    return tracer.symbol(tracer.builder.as_type(node, type_of_dtype(dtype)), dtype)
+    node = lowering(Formula(tracer, dtype), *args, **kwargs)
+    result = tracer.symbol(tracer.builder.as_type(node, type_of_dtype(dtype)), dtype)
+    return (result, result) if packet is aten.log_sigmoid_forward else result
 
 
 _SAME = {aten.alias, aten.lift_fresh, aten.view, aten.reshape, aten.contiguous, aten.squeeze, aten.positive}
@@ -76,7 +77,8 @@ def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         return torch.device("meta") if isinstance(x, torch.device) else _example_of(x)
 
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        return func(*tree_map(without_data, args), **tree_map(without_data, kwargs)).dtype
+        result = func(*tree_map(without_data, args), **tree_map(without_data, kwargs))
+    return (result[0] if isinstance(result, tuple) else result).dtype
 
 
 def _example_of(x: object) -> object:
@@ -90,7 +92,7 @@ def _select(tracer: Tracer, base: Tensor, dim: int, index: int) -> Symbol:
     return tracer.index(base, index)
 
 
-class _Formula:
+class Formula:
     """Writes nodes for one operator: ``f.add(x, 1.0)``. Operands are converted to the types of the node's arguments."""
 
     def __init__(self, tracer: Tracer, dtype: torch.dtype) -> None:
@@ -128,7 +130,7 @@ def _promoted_dtype(operands: tuple[object, ...]) -> torch.dtype:
         return torch.result_type(first, second)  # type: ignore[call-overload]
 
 
-def _takes(*names: str) -> Callable[[_Lowering], _Lowering]:
+def takes(*names: str) -> Callable[[_Lowering], _Lowering]:
     """Registers the translation of torch's operators with these names, if the installed torch has them."""
 
     def register(lowering: _Lowering) -> _Lowering:
@@ -151,7 +153,7 @@ _ROUNDINGS = {"floor": "floor", "ceil": "ceil", "trunc": "truncate"}
 
 
 def _unary(operation: str, *, keeps_int: bool) -> _Lowering:
-    def lowering(f: _Formula, x: object) -> int:
+    def lowering(f: Formula, x: object) -> int:
         if f.kind != FLOAT:
             if keeps_int:
                 return f.of(x, f.kind)
@@ -162,21 +164,21 @@ def _unary(operation: str, *, keeps_int: bool) -> _Lowering:
 
 
 for _name, _operation in _UNARY.items():
-    _takes(_name)(_unary(_operation, keeps_int=False))
+    takes(_name)(_unary(_operation, keeps_int=False))
 for _name, _operation in _ROUNDINGS.items():
-    _takes(_name)(_unary(_operation, keeps_int=True))
+    takes(_name)(_unary(_operation, keeps_int=True))
 
 
-@_takes("round")
-def _round(f: _Formula, x: object, *, decimals: int = 0) -> int:
+@takes("round")
+def _round(f: Formula, x: object, *, decimals: int = 0) -> int:
     if f.kind != FLOAT:
         return f.of(x, f.kind)
     factor = 10.0**decimals
     return f.divide(f.round(f.multiply(x, factor)), factor)
 
 
-@_takes("add")
-def _add(f: _Formula, a: object, b: object, *, alpha: float = 1) -> int:
+@takes("add")
+def _add(f: Formula, a: object, b: object, *, alpha: float = 1) -> int:
     if f.kind == BOOL:
         return f.bool_or(a, b)
     if f.kind == INT:
@@ -184,27 +186,27 @@ def _add(f: _Formula, a: object, b: object, *, alpha: float = 1) -> int:
     return f.add(a, f.multiply(b, alpha))
 
 
-@_takes("sub")
-def _sub(f: _Formula, a: object, b: object, *, alpha: float = 1) -> int:
+@takes("sub")
+def _sub(f: Formula, a: object, b: object, *, alpha: float = 1) -> int:
     if f.kind == INT:
         return f.int_subtract(a, f.int_multiply(b, alpha))
     return f.subtract(a, f.multiply(b, alpha))
 
 
-@_takes("rsub")
-def _rsub(f: _Formula, a: object, b: object, alpha: float = 1) -> int:
+@takes("rsub")
+def _rsub(f: Formula, a: object, b: object, alpha: float = 1) -> int:
     return _sub(f, b, a, alpha=alpha)
 
 
-@_takes("mul")
-def _mul(f: _Formula, a: object, b: object) -> int:
+@takes("mul")
+def _mul(f: Formula, a: object, b: object) -> int:
     if f.kind == BOOL:
         return f.bool_and(a, b)
     return f.int_multiply(a, b) if f.kind == INT else f.multiply(a, b)
 
 
-@_takes("div", "true_divide")
-def _div(f: _Formula, a: object, b: object, *, rounding_mode: str | None = None) -> int:
+@takes("div", "true_divide")
+def _div(f: Formula, a: object, b: object, *, rounding_mode: str | None = None) -> int:
     if f.kind == INT:
         return f.int_divide(a, b) if rounding_mode == "floor" else f.int_truncated_divide(a, b)
     quotient = f.divide(a, b)
@@ -213,55 +215,55 @@ def _div(f: _Formula, a: object, b: object, *, rounding_mode: str | None = None)
     )
 
 
-@_takes("floor_divide")
-def _floor_divide(f: _Formula, a: object, b: object) -> int:
+@takes("floor_divide")
+def _floor_divide(f: Formula, a: object, b: object) -> int:
     return _div(f, a, b, rounding_mode="floor")
 
 
-@_takes("remainder")
-def _remainder(f: _Formula, a: object, b: object) -> int:
+@takes("remainder")
+def _remainder(f: Formula, a: object, b: object) -> int:
     if f.kind == INT:
         return f.int_modulo(a, b)
     return f.subtract(a, f.multiply(f.floor(f.divide(a, b)), b))
 
 
-@_takes("fmod")
-def _fmod(f: _Formula, a: object, b: object) -> int:
+@takes("fmod")
+def _fmod(f: Formula, a: object, b: object) -> int:
     if f.kind == INT:
         return f.int_subtract(a, f.int_multiply(f.int_truncated_divide(a, b), b))
     return f.subtract(a, f.multiply(f.truncate(f.divide(a, b)), b))
 
 
-@_takes("reciprocal")
-def _reciprocal(f: _Formula, x: object) -> int:
+@takes("reciprocal")
+def _reciprocal(f: Formula, x: object) -> int:
     return f.divide(1.0, x)
 
 
-@_takes("abs")
-def _abs(f: _Formula, x: object) -> int:
+@takes("abs")
+def _abs(f: Formula, x: object) -> int:
     return f.int_absolute(x) if f.kind == INT else f.absolute(x)
 
 
-@_takes("sign", "sgn")
-def _sign(f: _Formula, x: object) -> int:
+@takes("sign", "sgn")
+def _sign(f: Formula, x: object) -> int:
     if f.kind == FLOAT:
         return f.sign(x)
     positive, negative = f.bool_to_int(f.int_less(0, x)), f.bool_to_int(f.int_less(x, 0))
     return f.int_subtract(positive, negative)
 
 
-@_takes("minimum", "fmin")
-def _minimum(f: _Formula, a: object, b: object) -> int:
+@takes("minimum", "fmin")
+def _minimum(f: Formula, a: object, b: object) -> int:
     return f.minimum(a, b) if f.kind == FLOAT else f.int_minimum(a, b)
 
 
-@_takes("maximum", "fmax")
-def _maximum(f: _Formula, a: object, b: object) -> int:
+@takes("maximum", "fmax")
+def _maximum(f: Formula, a: object, b: object) -> int:
     return f.maximum(a, b) if f.kind == FLOAT else f.int_maximum(a, b)
 
 
-@_takes("clamp", "clip")
-def _clamp(f: _Formula, x: object, min: object = None, max: object = None) -> int:
+@takes("clamp", "clip")
+def _clamp(f: Formula, x: object, min: object = None, max: object = None) -> int:
     """Composed of selections, so that the gradient at a limit is 1, as in torch."""
     y: object = x
     for limit, is_lower in ((min, True), (max, False)):
@@ -276,53 +278,18 @@ def _clamp(f: _Formula, x: object, min: object = None, max: object = None) -> in
     return f.of(y, f.kind)
 
 
-@_takes("clamp_min")
-def _clamp_min(f: _Formula, x: object, min: object) -> int:
+@takes("clamp_min")
+def _clamp_min(f: Formula, x: object, min: object) -> int:
     return _clamp(f, x, min)
 
 
-@_takes("clamp_max")
-def _clamp_max(f: _Formula, x: object, max: object) -> int:
+@takes("clamp_max")
+def _clamp_max(f: Formula, x: object, max: object) -> int:
     return _clamp(f, x, None, max)
 
 
-@_takes("relu")
-def _relu(f: _Formula, x: object) -> int:
-    if f.kind == INT:
-        return f.int_maximum(x, 0)
-    return f.select(f.less_equal(x, 0.0), 0.0, x)
-
-
-@_takes("leaky_relu")
-def _leaky_relu(f: _Formula, x: object, negative_slope: float = 0.01) -> int:
-    return f.select(f.less_equal(x, 0.0), f.multiply(x, float(negative_slope)), x)
-
-
-@_takes("silu")
-def _silu(f: _Formula, x: object) -> int:
-    return f.multiply(x, f.sigmoid(x))
-
-
-@_takes("gelu")
-def _gelu(f: _Formula, x: object, *, approximate: str = "none") -> int:
-    if approximate == "tanh":
-        cubic = f.multiply(f.multiply(f.multiply(x, x), x), 0.044715)
-        inner = f.tanh(f.multiply(f.add(x, cubic), math.sqrt(2 / math.pi)))
-    else:
-        inner = f.erf(f.multiply(x, math.sqrt(0.5)))
-    return f.multiply(f.multiply(x, 0.5), f.add(inner, 1.0))
-
-
-@_takes("softplus")
-def _softplus(f: _Formula, x: object, beta: float = 1, threshold: float = 20) -> int:
-    scaled = f.multiply(x, float(beta))
-    # Where exp overflows, it is not selected, and its gradient must not be NaN.
-    small = f.select(f.less(float(threshold), scaled), 0.0, scaled)
-    return f.select(f.less(float(threshold), scaled), x, f.divide(f.log1p(f.exp(small)), float(beta)))
-
-
-@_takes("pow")
-def _pow(f: _Formula, a: object, b: object) -> int:
+@takes("pow")
+def _pow(f: Formula, a: object, b: object) -> int:
     if isinstance(b, (int, float)) and not isinstance(b, bool) and b in (1, 2, 3):
         multiply = f.multiply if f.kind == FLOAT else f.int_multiply
         y = f.of(a, f.kind)
@@ -331,24 +298,38 @@ def _pow(f: _Formula, a: object, b: object) -> int:
             y = multiply(y, x)
         return y
     if f.kind != FLOAT:
-        raise f.tracer.refuse("a power of integers", "exponents 1, 2 and 3, or floats")
+        return _int_power(f, a, b)
     if isinstance(b, float) and b == 0.5:
         return f.square_root(a)
     return f.power(a, b)
 
 
-@_takes("log10")
-def _log10(f: _Formula, x: object) -> int:
+def _int_power(f: Formula, a: object, b: object) -> int:
+    if isinstance(a, int) and a == 2:
+        return f.shift_left(1, b)  # 0 for negative exponents, as in torch
+    if not isinstance(b, int) or b < 0:
+        raise f.tracer.refuse("a power of integers", "exponents that are numbers from 0 on, base 2, or floats")
+    power, square = f.of(1, INT), f.of(a, INT)
+    while b:
+        if b & 1:
+            power = f.int_multiply(power, square)
+        b >>= 1
+        square = f.int_multiply(square, square) if b else square
+    return power
+
+
+@takes("log10")
+def _log10(f: Formula, x: object) -> int:
     return f.multiply(f.log(x), 1 / math.log(10))
 
 
-@_takes("tan")
-def _tan(f: _Formula, x: object) -> int:
+@takes("tan")
+def _tan(f: Formula, x: object) -> int:
     return f.divide(f.sine(x), f.cosine(x))
 
 
-@_takes("square")
-def _square(f: _Formula, x: object) -> int:
+@takes("square")
+def _square(f: Formula, x: object) -> int:
     return f.multiply(x, x) if f.kind == FLOAT else f.int_multiply(x, x)
 
 
@@ -360,7 +341,7 @@ _COMPARISONS = {
 
 
 def _comparison(operation: str, swapped: bool, negated: bool) -> _Lowering:
-    def lowering(f: _Formula, a: object, b: object) -> int:
+    def lowering(f: Formula, a: object, b: object) -> int:
         name = operation if f.promoted(a, b) == FLOAT else f"int_{operation}"
         result = getattr(f, name)(*((b, a) if swapped else (a, b)))
         return f.bool_not(result) if negated else result
@@ -369,43 +350,43 @@ def _comparison(operation: str, swapped: bool, negated: bool) -> _Lowering:
 
 
 for _name, _how in _COMPARISONS.items():
-    _takes(_name)(_comparison(*_how))
+    takes(_name)(_comparison(*_how))
 for _word in ("and", "or", "xor"):
 
-    def _bits(f: _Formula, a: object, b: object, *, _word: str = _word) -> int:
+    def _bits(f: Formula, a: object, b: object, *, _word: str = _word) -> int:
         return getattr(f, f"bool_{_word}" if f.kind == BOOL else f"int_{_word}")(a, b)
 
-    _takes(f"logical_{_word}", f"bitwise_{_word}", f"__{_word}__")(_bits)
+    takes(f"logical_{_word}", f"bitwise_{_word}", f"__{_word}__")(_bits)
 
 
-@_takes("logical_not", "bitwise_not")
-def _not(f: _Formula, x: object) -> int:
+@takes("logical_not", "bitwise_not")
+def _not(f: Formula, x: object) -> int:
     return f.bool_not(x) if f.kind == BOOL else f.int_not(x)
 
 
-@_takes("bitwise_left_shift", "__lshift__")
-def _shift_left(f: _Formula, a: object, b: object) -> int:
+@takes("bitwise_left_shift", "__lshift__")
+def _shift_left(f: Formula, a: object, b: object) -> int:
     return f.shift_left(a, b)
 
 
-@_takes("bitwise_right_shift", "__rshift__")
-def _shift_right(f: _Formula, a: object, b: object) -> int:
+@takes("bitwise_right_shift", "__rshift__")
+def _shift_right(f: Formula, a: object, b: object) -> int:
     return f.shift_right(a, b)
 
 
-@_takes("isnan")
-def _isnan(f: _Formula, x: object) -> int:
+@takes("isnan")
+def _isnan(f: Formula, x: object) -> int:
     x = f.of(x, FLOAT)
     return f.bool_not(f.equal(x, x))
 
 
-@_takes("isinf")
-def _isinf(f: _Formula, x: object) -> int:
+@takes("isinf")
+def _isinf(f: Formula, x: object) -> int:
     return f.equal(f.absolute(x), math.inf)
 
 
-@_takes("where")
-def _where(f: _Formula, condition: object, a: object, b: object) -> int:
+@takes("where")
+def _where(f: Formula, condition: object, a: object, b: object) -> int:
     c = f.of(condition, BOOL)
     if f.kind == FLOAT:
         return f.select(c, a, b)
@@ -414,26 +395,61 @@ def _where(f: _Formula, condition: object, a: object, b: object) -> int:
     return f.bool_or(f.bool_and(c, a), f.bool_and(f.bool_not(c), b))
 
 
-@_takes("masked_fill")
-def _masked_fill(f: _Formula, x: object, mask: object, value: object) -> int:
+@takes("masked_fill")
+def _masked_fill(f: Formula, x: object, mask: object, value: object) -> int:
     return _where(f, mask, value, x)
 
 
-@_takes("_to_copy", "to")
-def _to_copy(f: _Formula, x: object, *_: object, **__: object) -> int:
+@takes("nan_to_num")
+def _nan_to_num(
+    f: Formula, x: object, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> int:
+    if f.kind != FLOAT:
+        return f.of(x, f.kind)
+    limits = torch.finfo(f.dtype)
+    y = f.of(x, FLOAT)
+    finite = f.select(f.equal(y, math.inf), limits.max if posinf is None else float(posinf), y)
+    finite = f.select(f.equal(y, -math.inf), limits.min if neginf is None else float(neginf), finite)
+    return f.select(f.equal(y, y), finite, 0.0 if nan is None else float(nan))
+
+
+@takes("lerp")
+def _lerp(f: Formula, start: object, end: object, weight: object) -> int:
+    """With torch's two formulas, so that the result is ``end`` for weight 1."""
+    difference = f.subtract(end, start)
+    small = f.add(start, f.multiply(weight, difference))
+    large = f.subtract(end, f.multiply(difference, f.subtract(1.0, weight)))
+    if isinstance(weight, (int, float)):
+        return small if abs(weight) < 0.5 else large
+    return f.select(f.less(f.absolute(weight), 0.5), small, large)
+
+
+@takes("addcmul")
+def _addcmul(f: Formula, x: object, a: object, b: object, *, value: float = 1) -> int:
+    multiply, add = (f.multiply, f.add) if f.kind == FLOAT else (f.int_multiply, f.int_add)
+    return add(x, multiply(multiply(a, b), value))
+
+
+@takes("addcdiv")
+def _addcdiv(f: Formula, x: object, a: object, b: object, *, value: float = 1) -> int:
+    return f.add(x, f.multiply(f.divide(a, b), value))
+
+
+@takes("_to_copy", "to")
+def _to_copy(f: Formula, x: object, *_: object, **__: object) -> int:
     return f.of(x, f.kind)
 
 
-@_takes("full_like", "new_full")
-def _full_like(f: _Formula, _: object, *rest: object, **__: object) -> int:
+@takes("full_like", "new_full")
+def _full_like(f: Formula, _: object, *rest: object, **__: object) -> int:
     return f.of(rest[-1], f.kind)
 
 
-@_takes("zeros_like", "new_zeros")
-def _zeros_like(f: _Formula, *_: object, **__: object) -> int:
+@takes("zeros_like", "new_zeros")
+def _zeros_like(f: Formula, *_: object, **__: object) -> int:
     return f.of(0, f.kind)
 
 
-@_takes("ones_like", "new_ones")
-def _ones_like(f: _Formula, *_: object, **__: object) -> int:
+@takes("ones_like", "new_ones")
+def _ones_like(f: Formula, *_: object, **__: object) -> int:
     return f.of(1, f.kind)
