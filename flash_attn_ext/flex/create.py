@@ -249,7 +249,8 @@ def _from_blocks(
     ``visible``, ``full``: bool (B, H, query blocks, key blocks), or only the last two dimensions. ``full`` None: the
     mask has no lists of full blocks.
     """
-    partial, lists = visible, (None, None)
+    partial = visible
+    lists: tuple[Tensor | None, Tensor | None] = (None, None)
     if full is not None:
         visible, full = torch.broadcast_tensors(*(t[(None,) * (4 - t.dim())] for t in (visible, full)))
         partial, lists = visible & ~full, _lists_of(full)

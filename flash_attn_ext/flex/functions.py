@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import lowering_activations  # noqa: F401  registers operators
+from . import lowering_activations, lowering_operators  # noqa: F401  register operators
 from .custom_functions import functions_are_traced
 from .dependencies import Dependencies, QuickKey
+from .gradients import Gradients, gradients_of
 from .lowering import lower
-from .program import Gradients, gradients_of
 from .tracing import Traced, trace
 
 _MOST_KEPT = 1024

@@ -1,4 +1,4 @@
-"""Translates torch's activation functions to nodes of a program. lowering.py has the other operators."""
+"""Translates torch's activation functions to nodes of a program. lowering_operators.py has the other operators."""
 
 import math
 
