@@ -1,7 +1,7 @@
 """Traces calls of a user's torch.autograd.Function: its forward, and its backward as the derivative.
 
 torch calls the forward of such a function without recording a graph, so the tracer would not see the backward. During a
-trace, this module replaces ``torch.autograd.Function.apply``. Calls without symbols run as usual.
+trace, this module intercepts ``torch.autograd.Function.apply``. Calls without symbols run as usual.
 """
 
 import contextlib
@@ -17,25 +17,48 @@ from .program import CustomDerivative
 from .tracing import Symbol, Tracer, type_of_dtype
 
 _Function = torch.autograd.Function
-_of_torch = _Function.__dict__["apply"]
+_Base = torch.autograd.function._SingleLevelFunction  # Function.apply calls super().apply, which is not in this class
+_module = torch.autograd.function
+_call_of_torch = _module.custom_function_call
 _lock = threading.Lock()
 _traces = 0  # in progress, in all threads
 
 
 @contextlib.contextmanager
 def functions_are_traced() -> Iterator[None]:
-    """Replaces ``apply`` while at least one trace runs."""
+    """Replaces what ``torch.autograd.Function.apply`` calls while at least one trace runs.
+
+    ``apply`` itself stays, because users may have kept it: ``round = Rounded.apply``.
+    """
     global _traces
     with _lock:
         _traces += 1
-        _Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        if _traces == 1:
+            _Base.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+            _module.custom_function_call = _call  # type: ignore[assignment]
     try:
         yield
     finally:
         with _lock:
             _traces -= 1
             if _traces == 0:
-                _Function.apply = _of_torch
+                del _Base.apply
+                _module.custom_function_call = _call_of_torch
+
+
+def _tracer_of(args: tuple[Any, ...]) -> Tracer | None:
+    return next((a.tracer for a in args if isinstance(a, Symbol)), None)
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    tracer = _tracer_of(args)
+    return super(_Base, cls).apply(*args, **kwargs) if tracer is None else _run(tracer, cls, args, kwargs)
+
+
+def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a call under torch.func."""
+    tracer = _tracer_of(args)
+    return _call_of_torch(cls, *args, **kwargs) if tracer is None else _run(tracer, cls, args, kwargs)
 
 
 class _Context:
@@ -72,10 +95,8 @@ def _copy_of(tracer: Tracer, t: Any) -> Any:
     return Symbol(tracer, t.dtype, t.value) if isinstance(t, Symbol) and t.base is None else t
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    tracer = next((a.tracer for a in args if isinstance(a, Symbol)), None)
-    if tracer is None:
-        return _of_torch.__get__(None, cls)(*args, **kwargs)
+def _run(tracer: Tracer, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the forward on symbols, and keeps the backward as the derivative of its results."""
     records = torch.is_grad_enabled() and not tracer.is_in_custom_function
     inputs = tuple(_as_symbol(tracer, a) for a in args) if records else args
     is_differentiable = tuple(isinstance(a, Symbol) and a.dtype.is_floating_point for a in inputs)
