@@ -2,6 +2,7 @@
 
 import contextlib
 import numbers
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,41 @@ def call_with_names(names: dict[str, str], function: Callable[..., Any], *args: 
         if not colon or name not in names:
             raise
         raise type(error)(f"{names[name]}:{rest}") from None
+
+
+# Names in the errors of flash_attn and flash_attn_varlen -> flash-attention's names.
+_FLASH_NAMES = {
+    "query": "q", "key": "k", "value": "v", "key, value": "k, v", "scale": "softmax_scale", "window": "window_size",
+    "sink": "learnable_sink",
+}  # fmt: skip
+
+
+def error_with_names(error: Exception, q: Tensor, k: Tensor, v: Tensor) -> Exception:
+    """Returns the error of a call with flash-attention's names of arguments and the shapes that the caller passed."""
+    text = _shape_error(q, k, v) if isinstance(error, ValueError) else None
+    if text is None:
+        name, colon, rest = str(error).partition(":")
+        rest = re.sub(r"\b(query|key)(?='s)|(?<=rows of )(query|key)$", lambda found: _FLASH_NAMES[found[0]], rest)
+        text = f"{_FLASH_NAMES.get(name, name)}{colon}{rest}"
+    return type(error)(text)
+
+
+def _shape_error(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """The error of the first wrong shape of (B, S, H, D) or (T, H, D) tensors. None for other shapes, such as pages."""
+    if not q.dim() == k.dim() == v.dim():
+        return None
+    heads, heads_k, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
+    if k.shape[-1] != head_dim:
+        return f"k: got shape {list(k.shape)}; allowed: q's head_dim, {head_dim}"
+    if v.shape[:-1] != k.shape[:-1] and 1 not in (len(v), len(k)):
+        return f"v: got shape {list(v.shape)}; allowed: k's without the head_dim, {list(k.shape[:-1])}"
+    if heads_k == 0 or heads % heads_k == 0:
+        return None
+    text = f"k: got {heads_k} heads for {heads} heads of q; allowed: a divisor of {heads}"
+    fits_transposed = q.dim() == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    if fits_transposed and q.shape[1] < heads:  # a sequence is rarely shorter than the number of heads
+        text += "; did you mean transpose(1, 2)? q, k and v are (batch, seqlen, heads, head_dim)"
+    return text
 
 
 _NO_KERNEL = "There is no kernel for it here"

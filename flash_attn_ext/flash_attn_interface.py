@@ -15,6 +15,7 @@ from torch import Tensor
 from . import _ops
 from ._flash_arguments import (
     check_dimensions,
+    error_with_names,
     exactly_one_name,
     sink_of,
     true_or_false,
@@ -87,10 +88,13 @@ def flash_attn_func(
         q, k = join(q, k, v, qv)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse = flash_attn(
-        *heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **options,
-    )  # fmt: skip
+    try:
+        out, lse = flash_attn(
+            *heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **options,
+        )  # fmt: skip
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise error_with_names(error, q, k, v) from None
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
@@ -204,18 +208,25 @@ def flash_attn_varlen_func(
             softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits, deterministic=deterministic,
             max_seqlen_q=max_seqlen_q, attention_chunk=attention_chunk,
         )  # fmt: skip
-        options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
-        out, lse = _ops.attention_cache(
-            q, k, v, alibi_slopes=alibi_slopes, sink=sink_of(learnable_sink, q), cu_seqlens_q=cu_seqlens_q,
-            seqused_k=lengths, block_table=block_table, key_has_value=key_has_value, **options,
-        )  # fmt: skip
+        try:
+            options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
+            out, lse = _ops.attention_cache(
+                q, k, v, alibi_slopes=alibi_slopes, sink=sink_of(learnable_sink, q), cu_seqlens_q=cu_seqlens_q,
+                seqused_k=lengths, block_table=block_table, key_has_value=key_has_value, **options,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise error_with_names(error, q, k, v) from None
     else:
         options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-        out, lse = flash_attn_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **options,
-        )  # fmt: skip
+        try:
+            out, lse = flash_attn_varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q,
+                seqused_k=seqused_k, num_splits=num_splits, sink=sink_of(learnable_sink, q),
+                attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+                **options,
+            )  # fmt: skip
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise error_with_names(error, q, k, v) from None
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -1,13 +1,14 @@
 """flash-attention's functions under their own names: layouts, defaults, meanings."""
 
+import functools
 import inspect
 
 import pytest
 import reference
 import torch
 
+from flash_attn_ext import flash_attn_3, flash_attn_4, flash_attn_with_kvcache
 from flash_attn_ext import flash_attn_interface as interface
-from flash_attn_ext import flash_attn_with_kvcache
 from flash_attn_ext.bert_padding import (
     index_first_axis,
     pad_input,
@@ -172,6 +173,72 @@ def test_no_tensor_is_refused():
         interface.flash_attn_func(ROWS[None], [1.0], ROWS[None])
     with pytest.raises(TypeError, match="qkv: got NoneType"):
         interface.flash_attn_qkvpacked_func(None)
+
+
+B, P = torch.zeros(2, 8, 4, 16), torch.zeros(8, 4, 16)  # (batch, seqlen, heads, head_dim), (rows, heads, head_dim)
+
+
+def packed_call(module, q, k, v, offsets):
+    return module.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=8, max_seqlen_k=8
+    )
+
+
+BAD_VALUES = {
+    "q's dtype": (lambda f: f.flash_attn_func(B.int(), B, B), "q: got dtype int32"),
+    "k's dtype": (lambda f: f.flash_attn_func(B, B.double(), B), "k: got dtype float64; allowed: q's, float32"),
+    "head_dim": (
+        lambda f: f.flash_attn_func(B[..., :8], B, B),
+        r"k: got shape \[2, 8, 4, 16\]; allowed: q's head_dim, 8$",
+    ),
+    "v's rows": (
+        lambda f: f.flash_attn_func(B, B, B[:, :7]),
+        r"v: got shape \[2, 7, 4, 16\]; allowed: k's without the head_dim, \[2, 8, 4\]$",
+    ),
+    "heads": (
+        lambda f: f.flash_attn_func(B, B[:, :, :3], B[:, :, :3]),
+        "k: got 3 heads for 4 heads of q; allowed: a divisor of 4$",
+    ),
+    "layout": (
+        lambda f: f.flash_attn_func(B.transpose(1, 2), B[:, :6].transpose(1, 2), B[:, :6].transpose(1, 2)),
+        r"k: got 6 heads for 8 heads of q; .* q, k and v are \(batch, seqlen, heads, head_dim\)$",
+    ),
+    "scale": (lambda f: f.flash_attn_func(B, B, B, softmax_scale=float("nan")), "softmax_scale: got nan"),
+    "packed dtype": (lambda f: packed_call(f, P, P.int(), P, OFFSETS), "k: got dtype int32"),
+    "packed rows": (
+        lambda f: packed_call(f, P[:4], P, P, torch.tensor([0, 3, 8])),
+        "cu_seqlens_q: got offsets from 0 to 8; allowed: from 0 to 4, the rows of q$",
+    ),
+    "packed heads": (
+        lambda f: packed_call(f, P, P[:, :3], P[:, :3], OFFSETS), "k: got 3 heads for 4 heads of q",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+@pytest.mark.parametrize("module", [interface, flash_attn_3, flash_attn_4], ids=lambda m: m.__name__.rsplit("_", 1)[1])
+def test_errors_have_flash_attentions_names_and_layout(case, module):
+    call, message = BAD_VALUES[case]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call(module)
+
+
+def test_errors_about_a_sink_have_its_name():
+    for module in (interface, flash_attn_4):
+        with pytest.raises(ValueError, match=r"^learnable_sink: got shape \[3\]"):
+            module.flash_attn_func(B, B, B, learnable_sink=torch.zeros(3))
+
+
+def test_errors_of_pages_have_flash_attentions_names():
+    pages, table = torch.zeros(3, 16, 4, 16), torch.zeros(2, 1, dtype=torch.int32)
+    call = functools.partial(
+        interface.flash_attn_varlen_func, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS, max_seqlen_q=5, max_seqlen_k=5,
+        block_table=table,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match=r"^v: got dtype float64"):
+        call(ROWS, pages, pages.double())
+    with pytest.raises(ValueError, match=r"^softmax_scale: got nan"):
+        call(ROWS, pages, pages, softmax_scale=float("nan"))
 
 
 def make_pages():
