@@ -68,7 +68,8 @@ def flash_attn_with_kvcache(
     """Appends ``k`` and ``v`` to the caches in place, then attends: flash-attention's function of this name.
 
     B is the number of sequences, S_q the number of new queries and S_new the number of new keys of each sequence. There
-    are no derivatives: an input that requires a gradient is an error, unless gradients are disabled. All checks run
+    are no derivatives. ``q``, the caches, ``k``, ``v`` and ``qv`` may require a gradient only if gradients are
+    disabled. If another tensor requires a gradient, such as ``sink``, the backward raises an error. All checks run
     before the first row is written. Causal masks, windows, chunks and ALiBi are aligned to the lower right corner: the
     last query has the position of the last key.
 
