@@ -31,7 +31,8 @@ SKIPPED = {
     "logsumexp_only_return|cant_lower|reduction_unrolled|float32_matmul_precision|multiple_mask_calls": (
         "tests the text of torch's Triton kernels"
     ),
-    "fw_bw_graph_correctness|subgraph_respect|recompile_changed|free_symbol_dynamic|mask_mod_combiners": (
+    "fw_bw_graph_correctness|subgraph_respect|recompile_changed|free_symbol_dynamic|mask_mod_combiners|"
+    "automatic_dynamic": (
         "tests the graph of torch.compile"
     ),
     "cpu_error_message|validate_cpu_dtype|bw_decoding_fails|invalid_block_size|symmetric_bias.*float32": (

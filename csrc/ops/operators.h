@@ -1,5 +1,5 @@
 // The table of operators. Schemas, the dispatch keys Meta, CPU and CUDA, and the bindings for explain and for the tests
-// follow from it. dense/attention.h says what an operator defines: check, empty, pack.
+// follow from it. dense/attention.h lists the functions of an operator: check, empty, pack.
 #pragma once
 
 #include "cache/append.h"

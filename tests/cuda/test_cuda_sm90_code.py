@@ -37,7 +37,7 @@ BACKWARD_TILES = {D64: (128, 128), D96: (64, 128), D128: (64, 128), D192_128: (3
 MOST_INSTRUCTIONS = {
     ("forward_kernel", "plain"): {D64: 576, D96: 610, D128: 636, D192_128: 650, D192: 635, D256: 585},
     ("backward_kernel", "plain"): {D64: 920, D96: 580, D128: 580, D192_128: 480, D192: 515, D256: 504},
-    ("forward_kernel", "with options"): {D64: 975, D96: 985, D128: 1020, D192_128: 1040, D192: 990, D256: 840},
+    ("forward_kernel", "with options"): {D64: 975, D96: 990, D128: 1020, D192_128: 1040, D192: 990, D256: 840},
     ("backward_kernel", "with options"): {D64: 860, D96: 920, D128: 910, D192_128: 660, D192: 691, D256: 690},
     ("forward_kernel", "few rows"): {D64: 970, D128: 1020, D256: 840},
     ("forward_kernel", "with functions"): {D64: 1380, D128: 1440, D256: 1170},

@@ -132,7 +132,7 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   /* Key j is visible to query i if -window_left <= j - (i + diagonal) <= window_right; none: no limit. */          \
   X(window_left,    std::optional<c10::SymInt>, std::nullopt, true,                             "")                 \
   X(window_right,   std::optional<c10::SymInt>, std::nullopt, true,                             "")                 \
-  /* Above 0: query i sees only keys in the chunk of key i + diagonal. Chunks have so many keys. */                 \
+  /* Above 0: query i sees only keys in the chunk of key i + diagonal. Chunks have this many keys.*/                 \
   X(attention_chunk, c10::SymInt,               0,            v >= 0,                "0 (off) or more")             \
   /* Number of key 0 in the larger score matrix that has these chunks. */                                           \
   X(first_key,      c10::SymInt,                0,            true,                             "")                 \
