@@ -48,8 +48,9 @@ PACKS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def on_132(built):
+    """For one test: other tests of this file set other numbers of multiprocessors."""
     loaded = library.Library(built)
     with loaded.on_gpu(9, 0):
         loaded.c.set_multiprocessors(MULTIPROCESSORS)
