@@ -11,23 +11,14 @@ devices   the rates that are used
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from ..reference.report import print_table
 from . import context_parallel, gpt2, plots, sweeps
-from .counts import ALGORITHMS, Problem, count
+from .counts import ALGORITHMS, LABELS, Problem, count
 from .devices import DTYPES, GPUS, NAMES, Device, find, this_cpu
 from .roofline import predict
-
-LABELS = {
-    "standard": "standard",
-    "flash1": "FlashAttention-1",
-    "block_sparse": "block-sparse",
-    "flash2": "FlashAttention-2",
-    "ours": "our CPU tiles",
-}
-
 
 # Printed below the predicted times: their assumptions.
 CACHES = """\
@@ -135,8 +126,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
     for name in ("dropout", "visible"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name}: got {getattr(args, name)}; allowed: 0 to 1")
-    problem = Problem(args.B, args.H, args.S, args.D, args.dtype, not args.forward_only, args.mask, args.dropout)
-    return replace(problem, visible=args.visible)
+    sizes, passes = (args.B, args.H, args.S, args.D, args.dtype), not args.forward_only
+    return Problem(*sizes, passes, args.mask, args.dropout, visible=args.visible)
 
 
 def device_of(args: argparse.Namespace) -> tuple[Device, int]:

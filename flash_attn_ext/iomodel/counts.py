@@ -13,7 +13,15 @@ from ..reference.memory import SlowMemory
 from .calls import kernel_tiles, largest_blocks
 from .problem import DTYPES, Problem
 
-ALGORITHMS = ("standard", "flash1", "block_sparse", "flash2", "ours")
+# The algorithms, with their names in tables and figures.
+LABELS = {
+    "standard": "standard",
+    "flash1": "FlashAttention-1",
+    "block_sparse": "block-sparse",
+    "flash2": "FlashAttention-2",
+    "ours": "our CPU tiles",
+}
+ALGORITHMS = tuple(LABELS)
 
 
 @dataclass
@@ -69,7 +77,10 @@ def count(
     if algorithm == "flash1":
         return _count_flash1(problem, M)
     if algorithm == "block_sparse":
-        return _count_block_sparse(problem, M, block_mask)
+        shape = block_sparse.grid(problem.S, problem.S_k or problem.S, problem.D, M)
+        block_mask = spread_blocks(problem.visible, shape) if block_mask is None else block_mask
+        block_sparse.check_block_mask(block_mask, shape)
+        return _count_flash1(problem, M, block_mask)
     if algorithm == "ours":
         return _count_flash2(problem, kernel_tiles())
     if algorithm == "flash2":
@@ -92,30 +103,15 @@ def _count_standard(problem: Problem) -> Counts:
     return counts
 
 
-def _count_flash1(problem: Problem, M: int) -> Counts:
+def _count_flash1(problem: Problem, M: int, block_mask: torch.Tensor | None = None) -> Counts:
     B_c, B_r = flash1.block_sizes(M, problem.D)
-    options, counts = _options(problem) | {"M": M}, Counts(f"{B_r} x {B_c}")
+    options, counts = _options(problem) | {"M": M, "block_mask": block_mask}, Counts(f"{B_r} x {B_c}")
     q, k, v, dout = problem.tensors(4)
     forward, backward = SlowMemory(), SlowMemory()
     out, l, m = flash1.forward(q, k, v, memory=forward, **options)
     counts.add("forward", forward, problem)
     if problem.backward:
         flash1.backward(q, k, v, out, dout, l, m, memory=backward, **options)
-        counts.add("backward", backward, problem)
-    return counts
-
-
-def _count_block_sparse(problem: Problem, M: int, block_mask: torch.Tensor | None) -> Counts:
-    B_c, B_r = flash1.block_sizes(M, problem.D)
-    options, counts = _options(problem) | {"M": M}, Counts(f"{B_r} x {B_c}")
-    q, k, v, dout = problem.tensors(4)
-    if block_mask is None:
-        block_mask = spread_blocks(problem.visible, block_sparse.grid(len(q), len(k), problem.D, M))
-    forward, backward = SlowMemory(), SlowMemory()
-    out, l, m = block_sparse.forward(q, k, v, block_mask, memory=forward, **options)
-    counts.add("forward", forward, problem)
-    if problem.backward:
-        block_sparse.backward(q, k, v, out, dout, l, m, block_mask, memory=backward, **options)
         counts.add("backward", backward, problem)
     return counts
 

@@ -3,14 +3,8 @@
 from pathlib import Path
 
 from ..reference.report import METHOD_COLORS, pyplot, save
+from .counts import LABELS
 from .sweeps import VALUES, BlockPoint, Sweep
-
-NAMES = {
-    "standard": "standard",
-    "flash1": "FlashAttention-1",
-    "block_sparse": "block-sparse",
-    "flash2": "FlashAttention-2",
-}
 
 
 def blocks(path: Path, points: list[BlockPoint], title: str, M: int) -> None:
@@ -23,7 +17,7 @@ def blocks(path: Path, points: list[BlockPoint], title: str, M: int) -> None:
             (left, [p.counts.bytes / 1e9 for p in line]),
             (right, [p.time.seconds * 1e3 for p in line]),
         ):
-            axis.plot([p.block for p in line], values, color=color, lw=1.5, label=NAMES[algorithm])
+            axis.plot([p.block for p in line], values, color=color, lw=1.5, label=LABELS[algorithm])
             for point, value in zip(line, values, strict=True):
                 inside = color if point.counts.chip_peak <= M else "white"
                 axis.plot(point.block, value, "o", color=color, markerfacecolor=inside)
@@ -46,7 +40,7 @@ def scaling(path: Path, sweeps: list[Sweep]) -> None:
     for axis, (sweep, value) in zip(axes, panels, strict=True):
         for algorithm, counts in sweep.counts.items():
             color = METHOD_COLORS[algorithm]
-            axis.plot(sweep.values, [VALUES[value](c) for c in counts], "o-", color=color, label=NAMES[algorithm])
+            axis.plot(sweep.values, [VALUES[value](c) for c in counts], "o-", color=color, label=LABELS[algorithm])
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         axis.set_xlabel(sweep.variable)
