@@ -39,9 +39,9 @@ CSRC = "csrc"
 # Objects are in the tree, also with pip, which would use a new folder each time. So a build after an edit compiles only
 # changed files, and tests/cpu/test_object_files.py can read the objects.
 OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-# Sources that include torch are one translation unit: torch's headers take 7 CPU seconds in each unit. CPU seconds on a
-# Zen 4, one file at a time: 65 for three units, 45 for one. docs/packaging.md has the time of all sources. The sources
-# check and pack arguments, so they do not need -O3.
+# Sources that include torch are one translation unit: torch's headers take 7 CPU seconds in each unit. One unit
+# takes 0.7 of the CPU seconds of three. docs/packaging.md has the time of all sources. The sources check and pack
+# arguments, so they do not need -O3.
 UNITS = ["torch"]
 # Kernels for CPUs without AVX2 and NEON have few passes of the compiler, which halves the CPU seconds of their
 # compilation. On x86-64 float32 results keep their bits. Calls take 1.13 times as long; a decoding step of one row

@@ -114,12 +114,12 @@ class NamedTensors {
   template <class Struct>
   void add(const Struct& tensors, const char* kind) {
     size_t n = 0;
-    std::apply([&](const auto&... t) { (add_one(t, kind + std::to_string(n++)), ...); }, tensors.tie());
+    tensors.with_members([&](const auto&... t) { (add_one(t, kind + std::to_string(n++)), ...); });
   }
   template <class Tensors>
   void add(const Tensors& tensors) {
     size_t n = 0;
-    std::apply([&](const auto&... t) { (add_one(t, Tensors::kRules[n++].name), ...); }, tensors.tie());
+    tensors.with_members([&](const auto&... t) { (add_one(t, Tensors::kRules[n++].name), ...); });
   }
   const pybind11::dict& by_name() const { return by_name_; }
 
@@ -147,11 +147,9 @@ std::vector<std::optional<at::Tensor>> run_operator(const pybind11::dict& tensor
     run(pybind11::bytes(reinterpret_cast<const char*>(&packed.params), sizeof(packed.params)),
         inputs.by_name(), outputs.by_name());
   });
-  return std::apply(
-      [](const auto&... t) {
-        return std::vector<std::optional<at::Tensor>>{flash_attn_ext::defined_or_none(t)...};
-      },
-      result.tie());
+  return result.with_members([](const auto&... t) {
+    return std::vector<std::optional<at::Tensor>>{flash_attn_ext::defined_or_none(t)...};
+  });
 }
 
 template <size_t n>

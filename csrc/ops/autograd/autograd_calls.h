@@ -74,7 +74,7 @@ inline void set_tangent(const at::Tensor& t, const at::Tensor& tangent) {
 
 template <class Tangents>
 bool any_defined(const Tangents& tangents) {
-  return std::apply([](const auto&... t) { return ((t && t->defined()) || ...); }, tangents.tie());
+  return tangents.with_members([](const auto&... t) { return ((t && t->defined()) || ...); });
 }
 
 // a += b, where undefined is zero.

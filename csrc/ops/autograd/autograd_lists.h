@@ -17,14 +17,14 @@ inline void load(const at::Tensor& saved, OptionalTensor& t) { t = defined_or_no
 
 template <class Struct>
 variable_list list_of(const Struct& tensors) {
-  return std::apply([](const auto&... t) { return variable_list{tensor_or_undefined(t)...}; }, tensors.tie());
+  return tensors.with_members([](const auto&... t) { return variable_list{tensor_or_undefined(t)...}; });
 }
 
 template <class Struct>
 Struct struct_of(const variable_list& list) {
   Struct tensors;
   auto next = list.begin();
-  std::apply([&](auto&... t) { (load(*next++, t), ...); }, tensors.tie());
+  tensors.with_members([&](auto&... t) { (load(*next++, t), ...); });
   return tensors;
 }
 
@@ -43,7 +43,7 @@ Gradients gradients_from(const variable_list& wanted, const std::array<bool, n>&
   Gradients gradients;
   auto next = wanted.begin();
   auto flag = flags.begin();
-  std::apply([&](auto&... grad) { ((*flag++ ? void(grad = *next++) : void()), ...); }, gradients.tie());
+  gradients.with_members([&](auto&... grad) { ((*flag++ ? void(grad = *next++) : void()), ...); });
   return gradients;
 }
 

@@ -167,8 +167,7 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
 #define FA_VALUE_FIELDS(LIST)                                                     \
   LIST(FA_VALUE_FIELD)                                                            \
   using MemberTypes = decltype(without_first(Types<void LIST(FA_VALUE_TYPE)>{})); \
-  auto tie() { return tie_but_first(0 LIST(FA_NAME)); }                           \
-  auto tie() const { return tie_but_first(0 LIST(FA_NAME)); }                     \
+  FA_WITH_MEMBERS(LIST)                                                           \
   static constexpr const char* kNames[] = {LIST(FA_QUOTED_NAME)};                 \
   static constexpr size_t kCount = std::size(kNames);                             \
   static std::string schema() { return tensor_list(kCount); }
@@ -187,9 +186,12 @@ using InputTangents = PerGradient<OptionalTensor>;  // none: zero
 using GradFlags = std::array<bool, kGradients>;     // the form that the dispatcher passes
 struct GradMask : PerGradient<bool> {
   GradMask() = default;
-  explicit GradMask(const GradFlags& flags) { tie() = std::tuple_cat(flags); }
+  explicit GradMask(const GradFlags& flags) {
+    auto flag = flags.begin();
+    with_members([&](auto&... member) { ((member = *flag++), ...); });
+  }
   GradFlags flags() const {
-    return std::apply([](auto... flag) { return GradFlags{flag...}; }, tie());
+    return with_members([](auto... flag) { return GradFlags{flag...}; });
   }
 };
 
@@ -238,21 +240,24 @@ struct Attention : OperatorTypes<AttentionTensors, AttentionOptions, AttentionRe
 // forward() returns the members of the forward, set_forward() assigns them. FORWARD is the forward's list.
 #define FA_FORWARD_ACCESS(Forward, FORWARD)             \
   Forward forward() const { FA_PICK(Forward, FORWARD) } \
-  void set_forward(const Forward& forward) { FA_SET(forward, FORWARD) }
+  void set_forward(const Forward& given) { FA_SET(FORWARD) }
 
 // The same for the tangents of the inputs.
-#define FA_TANGENT_ACCESS()                               \
-  InputTangents tangents() const {                        \
-    InputTangents picked;                                 \
-    picked.tie() = tie_but_first(0 FA_TANGENTS(FA_NAME)); \
-    return picked;                                        \
-  }                                                       \
-  void set_tangents(const InputTangents& from) { tie_but_first(0 FA_TANGENTS(FA_NAME)) = from.tie(); }
+#define FA_TANGENT_TO_PICKED(X, name, ...) picked.name = tangent_##name;
+#define FA_TANGENT_FROM_GIVEN(X, name, ...) tangent_##name = given.name;
+#define FA_TANGENT_ACCESS_OF(Tangents, ROWS) \
+  Tangents tangents() const {                \
+    Tangents picked;                         \
+    ROWS(FA_TANGENT_TO_PICKED, )             \
+    return picked;                           \
+  }                                          \
+  void set_tangents(const Tangents& given) { ROWS(FA_TANGENT_FROM_GIVEN, ) }
+#define FA_TANGENT_ACCESS() FA_TANGENT_ACCESS_OF(InputTangents, FA_DIFFERENTIABLE_ROWS)
 
 // The same for the backward, in a double backward.
 #define FA_BACKWARD_ACCESS(Backward, BACKWARD)              \
   Backward backward() const { FA_PICK(Backward, BACKWARD) } \
-  void set_backward(const Backward& backward) { FA_SET(backward, BACKWARD) }
+  void set_backward(const Backward& given) { FA_SET(BACKWARD) }
 
 struct AttentionBackwardTensors {
   FA_TENSOR_FIELDS(FA_ATTENTION_BACKWARD_TENSORS, same_rule)

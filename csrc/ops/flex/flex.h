@@ -115,7 +115,7 @@ struct PerFlexGradient {
 };
 struct FlexGradients : PerFlexGradient<at::Tensor> {  // undefined where not wanted
   Gradients base() const { FA_PICK(Gradients, FA_DIFFERENTIABLE) }
-  void set_base(const Gradients& gradients) { FA_SET(gradients, FA_DIFFERENTIABLE) }
+  void set_base(const Gradients& given) { FA_SET(FA_DIFFERENTIABLE) }
 };
 using FlexInputTangents = PerFlexGradient<OptionalTensor>;
 using FlexGradFlags = std::array<bool, FlexGradients::kCount>;
@@ -144,15 +144,7 @@ struct FunctionOptions {
     return options;                                                        \
   }                                                                        \
   FunctionOptions functions() const { return forward().functions(); }
-#define FA_FLEX_TANGENT_ACCESS()                               \
-  FlexInputTangents tangents() const {                         \
-    FlexInputTangents picked;                                  \
-    picked.tie() = tie_but_first(0 FA_FLEX_TANGENTS(FA_NAME)); \
-    return picked;                                             \
-  }                                                            \
-  void set_tangents(const FlexInputTangents& from) {           \
-    tie_but_first(0 FA_FLEX_TANGENTS(FA_NAME)) = from.tie();   \
-  }
+#define FA_FLEX_TANGENT_ACCESS() FA_TANGENT_ACCESS_OF(FlexInputTangents, FA_FLEX_DIFFERENTIABLE_ROWS)
 
 // Dense tensors.
 

@@ -196,8 +196,7 @@ void write_without_scores(const Tensors& in, const AttentionJvpResult& result) {
 
 template <class Tensors>
 void write_without_scores(const Tensors&, const Gradients& result) {
-  std::apply([](const auto&... grad) { ((grad.defined() ? void(grad.zero_()) : void()), ...); },
-             result.tie());
+  result.with_members([](const auto&... grad) { ((grad.defined() ? void(grad.zero_()) : void()), ...); });
 }
 // Only lse depends on an input: on the sink.
 void write_without_scores(const AttentionBackwardTensors& in, const Gradients& result) {

@@ -75,7 +75,7 @@ bool all_from_python(PyObject* const* objects, Struct& to) {
     if (object) return from_python(object, member);
     return !std::is_same_v<std::decay_t<decltype(member)>, at::Tensor>;
   };
-  return std::apply([&](auto&... member) { return (convert(member) && ...); }, to.tie());
+  return to.with_members([&](auto&... member) { return (convert(member) && ...); });
 }
 
 // Writes the values of a dictionary to `objects`, in the order of a struct's members; null if a member has no value. A key

@@ -59,16 +59,11 @@ Placeholders<Tensors> placeholders_of(const Tensors& tensors) {
     if (number) return;
     tensor = copied ? not_allocated(r) : without_elements(tensor_or_null(given)->const_data_ptr(), r);
   };
-  std::apply(
-      [&](const auto&... given) {
-        std::apply(
-            [&](const auto&... meta) {
-              std::apply([&](auto&... tensor) { (fill(given, meta, tensor), ...); },
-                         placeholders.laid_out.tie());
-            },
-            placeholders.given.tie());
-      },
-      tensors.tie());
+  tensors.with_members([&](const auto&... given) {
+    placeholders.given.with_members([&](const auto&... meta) {
+      placeholders.laid_out.with_members([&](auto&... tensor) { (fill(given, meta, tensor), ...); });
+    });
+  });
   return placeholders;
 }
 
@@ -120,7 +115,7 @@ Plan forward_plan(const AttentionParams& params, at::Device device, const Attent
 
 template <class Result>
 Result not_allocated(Result result) {
-  std::apply([](auto&... t) { ((t = not_allocated(t)), ...); }, result.tie());
+  result.with_members([](auto&... t) { ((t = not_allocated(t)), ...); });
   return result;
 }
 

@@ -50,9 +50,8 @@ std::vector<ArgumentText> arguments_of() {
   std::vector<ArgumentText> arguments;
   const Struct with_defaults{};
   size_t n = 0;
-  std::apply(
-      [&](const auto&... value) { (add_argument(arguments, MemberNames<Struct>::at(n++), value), ...); },
-      with_defaults.tie());
+  with_defaults.with_members(
+      [&](const auto&... value) { (add_argument(arguments, MemberNames<Struct>::at(n++), value), ...); });
   return arguments;
 }
 

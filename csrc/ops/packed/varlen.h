@@ -79,7 +79,7 @@ constexpr TensorRule packed_rule(TensorRule rule) {
 // attention() returns the options of attention, set_attention() assigns them.
 #define FA_ATTENTION_OPTIONS_ACCESS()                                                    \
   AttentionOptions attention() const { FA_PICK(AttentionOptions, FA_ATTENTION_OPTIONS) } \
-  void set_attention(const AttentionOptions& attention) { FA_SET(attention, FA_ATTENTION_OPTIONS) }
+  void set_attention(const AttentionOptions& given) { FA_SET(FA_ATTENTION_OPTIONS) }
 
 struct VarlenTensors {
   FA_TENSOR_FIELDS(FA_VARLEN_TENSORS, packed_rule)
