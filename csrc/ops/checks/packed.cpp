@@ -160,6 +160,7 @@ void AttentionCache::check(const Tensors& given, const Options& options) {
   check_groups({"value", "v_scales", "v_zeros"}, in.value, in.value_group_scale, in.value_group_zero);
   check_scale("k_descale", in.key_scale, in.key);
   check_scale("v_descale", in.value_scale, in.value);
+  const at::Tensor key = in.key, value = in.value;  // decoded_shape() has int8 in place of uint8
   in.key = decoded_shape(in.key);
   in.value = decoded_shape(in.value);
   if (options.latent_rows) {
@@ -171,7 +172,7 @@ void AttentionCache::check(const Tensors& given, const Options& options) {
     add_sequences(sizes, in);
     add_longest(sizes[Dim::kSeqlenQ], options.max_seqlen_q, sizes[Dim::kTotalQ]);
   });
-  check_same_dtype("value", in.value, "key", in.key);
+  check_same_dtype("value", value, "key", key);
   check_capacity(in.key, in.block_table);
 }
 
@@ -187,7 +188,7 @@ void AppendToCache::check(const Tensors& given, const Options& options) {
   in.key_cache = decoded_shape(in.key_cache);
   in.value_cache = decoded_shape(in.value_cache);
   check_rows(in, options, [&](DimSizes& sizes) { add_sequences(sizes, in); });
-  check_same_dtype("value_cache", in.value_cache, "key_cache", in.key_cache);
+  check_same_dtype("value_cache", given.value_cache, "key_cache", given.key_cache);
   check_capacity(in.key_cache, in.block_table);
   TORCH_CHECK_VALUE(in.rotary_cos.has_value() == in.rotary_sin.has_value(),
                     "rotary_cos: got one of rotary_cos and rotary_sin; allowed: both or none");
