@@ -214,7 +214,7 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
                          tile_source<In>(p, p.v, b, j0, keys, z.head_dim_v)};
     };
     TileSources now = tile_at(begin);
-    if (prefetches_rows(p) && split == task.splits.begin && end - begin > block_k &&
+    if (s.prefetches && split == task.splits.begin && end - begin > block_k &&
         !now.values.is_part_of(now.keys) && Prefetcher::is_tile_ahead(now.keys, some))
       Prefetcher({}, now.values, some).finish();  // values of later tiles are prefetched one tile ahead
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {

@@ -35,11 +35,13 @@ struct DecodeScratch {
   T* value_factors;
   bool* multiplied;  // [heads]   the factors multiply scores instead of keys
   bool* added;       // [heads]   the tile's values are already in the sums
+  bool prefetches;   // prefetches_rows()
 };
 
 // Scratch for any sequence of the call, and for tasks of `heads` key heads.
 template <class In, class T>
-DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads) {
+DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads,
+                                             int threads) {
   const Sizes& z = call.sizes;
   const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxChunk);
   const int64_t rows = z.heads / z.heads_kv * seqlen_q;
@@ -67,6 +69,7 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
   s.value_factors = is_8_bit ? arena.take<T>(heads * block_k) : nullptr;
   s.multiplied = arena.take<bool>(heads);
   s.added = arena.take<bool>(heads);
+  s.prefetches = prefetches_rows(call, threads);
   return s;
 }
 
@@ -472,7 +475,7 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
   // smaller register tiles, so it issues most prefetches of the next tile.
   const int64_t few = kChunkRows, all = kMostDecodeKeys;
   Prefetcher during_scores, during_values;
-  if (prefetches_rows(tile.p)) {
+  if (tile.s.prefetches) {
     during_scores = shares_rows ? Prefetcher(next.keys, 0, few, tile.heads)
                                 : Prefetcher(now.keys, is_tile_ahead ? next.keys : now.values, tile.heads);
     during_values = shares_rows ? Prefetcher(next.keys, few, all, tile.heads)

@@ -201,7 +201,7 @@ ForwardWorkspace<T> allocate_forward_workspace(Arena& arena, const AttentionPara
   if (call.varlen || !is_decode(call)) allocate_forward<In, T>(blocks, call, w.per_task);
   if (may_decode(call))
     for_row_type<In>(call.dtype, [&](auto element) {
-      allocate_decode_scratch<decltype(element), T>(decode, call, w.decode.heads);
+      allocate_decode_scratch<decltype(element), T>(decode, call, w.decode.heads, threads);
     });
   w.scratch_bytes = std::max(blocks.used(), decode.used());
   w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
@@ -222,7 +222,8 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
       // Decode reads rows inside of its products, so it is compiled for each type of a row.
       for_row_type<In>(p.dtype, [&](auto element) {
         using Row = decltype(element);
-        decode_task<Row, T>(p, key_splits, allocate_decode_scratch<Row, T>(scratch, call, w.decode.heads),
+        decode_task<Row, T>(p, key_splits,
+                            allocate_decode_scratch<Row, T>(scratch, call, w.decode.heads, parallel.threads),
                             w.decode.at(p, key_splits, task), w.splits);
       });
     } else {
