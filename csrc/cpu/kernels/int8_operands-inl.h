@@ -110,17 +110,17 @@ struct Int8Keys {
     const int64_t b = head / z.heads_kv, h = head % z.heads_kv;
     float* mean = means + head * columns;
     std::fill(mean, mean + columns, 0.0f);
-    for (int64_t j = 0; j < z.seqlen_k; ++j) {
-      const In* row = p.k.row<In>(b, h, j);
-      for (int64_t c = 0; c < z.head_dim; c += L) {
-        const Vec<float> x = load_columns<float>(row + c, z.head_dim - c);
-        store<float>(mean + c, load<float>(mean + c) + (x * 0.0f == 0.0f ? x : Vec<float>{}));
+    for (int64_t c = 0; c < z.head_dim; c += L) {
+      Vec<float> sum = {}, finite = {};
+      for (int64_t j = 0; j < z.seqlen_k; ++j) {
+        const Vec<float> x = load_columns<float>(p.k.row<In>(b, h, j) + c, z.head_dim - c);
+        const auto is_finite = x * 0.0f == 0.0f;
+        sum += is_finite ? x : Vec<float>{};
+        finite += is_finite ? Vec<float>{} + 1.0f : Vec<float>{};
       }
-    }
-    const float share = 1.0f / static_cast<float>(z.seqlen_k);
-    for (int64_t c = 0; c < columns; c += L) {
-      const Vec<float> x = load<float>(mean + c) * share;
-      store<float>(mean + c, x * 0.0f == 0.0f ? x : Vec<float>{});  // the sum may overflow
+      const Vec<float> x = sum * (1.0f / finite);
+      store<float>(mean + c,
+                   x * 0.0f == 0.0f ? x : Vec<float>{});  // the sum may overflow; or no element is finite
     }
   }
 
