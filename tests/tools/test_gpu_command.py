@@ -1,5 +1,6 @@
 """`make gpu` without a GPU: the driver on made-up stages, the needs of each stage, and the arithmetic."""
 
+import ast
 import json
 import os
 import re
@@ -295,6 +296,31 @@ def test_a_setuptools_that_the_build_refuses_is_named(version, enough):
     assert ("pip install 'setuptools>=77'" in says) != enough
 
 
+def test_missing_packages_are_named_with_their_use(monkeypatch, tmp_path, capsys):
+    assert machine.missing([]) == "none"
+    says = machine.missing(["ninja", "rich"])
+    assert says == "ninja (a fast build), rich (measurements): pip install ninja rich"
+    monkeypatch.setattr(run, "describe", lambda commit: {"missing packages": says})
+    monkeypatch.setattr(run, "stages", lambda out, quick: [Stage("one", python("print('x')"), 20)])
+    run.main(["--out", str(tmp_path)])
+    assert capsys.readouterr().out.startswith(f"missing packages: {says}\n")  # before the first stage
+
+
+def test_the_packages_that_stages_import_are_in_the_list():
+    ours = {"benchmarks", "tools", "flash_attn_ext", "setup", "torch", "paths"}
+    files = [ROOT / "tests/conftest.py", ROOT / "benchmarks/output.py", *(ROOT / "tools/gpu").glob("*.py")]
+    files += [*(ROOT / "benchmarks/gpu").glob("*.py"), *(ROOT / "tests/api").glob("*.py")]
+    found = set()
+    for file in files:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import):
+                found |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module.split(".")[0])
+    found -= set(sys.stdlib_module_names) | ours | {file.stem for file in (ROOT / "tests").rglob("*.py")}
+    assert found <= set(machine.PACKAGES)
+
+
 def test_the_machine_is_described_even_without_a_gpu():
     facts = run.describe(None)
     assert facts["torch"] == torch.__version__
@@ -483,11 +509,13 @@ def test_results_are_copied_to_the_folder_of_the_gpu(monkeypatch, tmp_path, name
     for written in ("summary.md", "summary.json", "compare.txt", "compare.png", "build.log", "tests.xml"):
         (out / written).write_text(written)
     target.mkdir()
-    (target / "of_an_earlier_run.txt").write_text("")
+    (target / "decode.txt").write_text("of an earlier run")
+    (target / "measured_by_hand.txt").write_text("")
     run.copy_results(out, target)
     assert sorted(path.name for path in target.iterdir()) == [
         "compare.png",
         "compare.txt",
+        "measured_by_hand.txt",
         "summary.json",
         "summary.md",
     ]

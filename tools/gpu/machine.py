@@ -8,6 +8,8 @@ from importlib import metadata
 import torch
 
 OLDEST_SETUPTOOLS = 77  # pyproject.toml
+# What the stages need beside torch, by the part that fails, or is slow, without it.
+PACKAGES = {"ninja": "a fast build", "rich": "measurements", "pytest": "tests", "hypothesis": "tests", "numpy": "tests"}
 
 
 def said(*command: str) -> str:
@@ -25,6 +27,7 @@ def machine() -> dict[str, str]:
     release = re.search(r"release ([\d.]+)", said("nvcc", "--version"))
     facts["nvcc"] = release.group(1) if release else "not on PATH"
     facts["setuptools"] = setuptools(installed("setuptools"))
+    facts["missing packages"] = missing([name for name in PACKAGES if installed(name) is None])
     if not torch.cuda.is_available():
         return facts | {"GPU": "none that torch sees"}
     device = torch.cuda.get_device_properties(0)
@@ -49,6 +52,13 @@ def setuptools(version: str | None) -> str:
     if version is not None and int(version.split(".")[0]) >= OLDEST_SETUPTOOLS:
         return version
     return f"{version or 'missing'}; the build needs {OLDEST_SETUPTOOLS}: pip install 'setuptools>={OLDEST_SETUPTOOLS}'"
+
+
+def missing(names: list[str]) -> str:
+    """Returns the missing packages with the parts that need them, and instructions."""
+    if not names:
+        return "none"
+    return f"{', '.join(f'{name} ({PACKAGES[name]})' for name in names)}: pip install {' '.join(names)}"
 
 
 def cudnn() -> int | None:

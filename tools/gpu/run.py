@@ -180,9 +180,12 @@ def results_folder(machine: dict) -> Path | None:
 
 
 def copy_results(out: Path, folder: Path) -> None:
-    """Copies the summary and the measurements, without logs. Removes files of an earlier run."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Copies the summary and the measurements, without logs. Removes files of an earlier run, and keeps other files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written_by_runs = {"summary", *(stage.name for stage in stages(out, quick=False))}
+    for path in folder.iterdir():
+        if path.stem in written_by_runs:
+            path.unlink()
     for path in sorted(out.iterdir()):
         if path.suffix in (".md", ".txt", ".json", ".png"):
             shutil.copy(path, folder)
@@ -241,8 +244,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     machine = describe(args.commit)
-    if "pip install" in machine.get("setuptools", ""):
-        print(f"setuptools: {machine['setuptools']}", flush=True)
+    for fact in ("setuptools", "missing packages"):
+        if "pip install" in machine.get(fact, ""):
+            print(f"{fact}: {machine[fact]}", flush=True)
     results = run_all(chosen, args.out, machine, args.limit - (time.monotonic() - start), args.pack)
     print((args.out / "summary.md").read_text())
     failed = [result.stage for result in results if result.status in FAILURES]
