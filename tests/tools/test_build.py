@@ -241,7 +241,7 @@ def test_an_sdist_needs_no_torch_and_holds_every_source(tmp_path):
     assert run.returncode == 0, run.stderr
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ("csrc", "flash_attn_ext", "tests", "tools", "examples", "benchmarks/gpu")
+    folders = (".github", "csrc", "flash_attn_ext", "tests", "tools", "examples", "benchmarks", "docs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     wanted = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".pyc", ".so")}
     assert len([name for name in wanted if name.endswith(".cu")]) > 10
