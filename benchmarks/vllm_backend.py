@@ -55,7 +55,8 @@ def decode(batch: int, context: int, **options) -> Step:
 
 STEPS = [
     *(decode(b, s, dtype=dtype) for dtype in ("bfloat16", "float32")
-      for b, s in ((1, 512), (1, 4096), (1, 16384), (8, 512), (8, 4096), (32, 512), (32, 2048))),
+      for b, s in ((1, 512), (1, 4096), (1, 16384), (8, 512), (8, 4096), (8, 16384), (32, 512), (32, 2048))),
+    decode(32, 16384),  # three copies of 2.1 GB
     *(decode(b, 2048, heads=14, heads_kv=2, head_dim=64) for b in (1, 8, 32)),
     decode(8, 4096, cache="fp8"),
     decode(8, 4096, window=512),
