@@ -82,7 +82,7 @@ struct MaskTask {
 template <class T>
 void store_mask_rows(const BackwardParams& own, const MaskTask<T>& task, int64_t first, int64_t count,
                      const T* sums) {
-  const auto [block_q, block_k] = backward_tiling<T>();
+  const int64_t block_k = backward_tiling<T>().block_k;
   const MaskGrad& g = own.dmask;
   const bool by_row = own.varlen && own.varlen.mask_by_row;
   const int64_t before = by_row ? own.varlen.first_q : 0, rows_of_mask = by_row ? own.sizes.seqlen_q : g.rows;
