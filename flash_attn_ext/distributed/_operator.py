@@ -6,15 +6,17 @@ The operators get the name of a process group, as in torch's own functional coll
 import re
 
 import torch
-import torch.distributed.nn.functional  # before init_process_group: its default arguments keep the group of that time
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import _ops
 from . import _all_gather, _ring
+from ._default_group import forget_default_group
 from ._group import named_group
 from ._sharded_call import Inputs, ShardedCall, Sharding, make_sharded_call, meta_inputs
 from ._sums import BackwardSums
+
+forget_default_group()
 
 _METHODS = {"ring": _ring, "all_gather": _all_gather}
 

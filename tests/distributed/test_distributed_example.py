@@ -29,12 +29,16 @@ def test_two_processes_train_as_one():
 GROUP_ENDS = """
 import torch
 import torch.distributed as dist
-from flash_attn_ext.distributed import context_parallel_attn
+
+if not AFTER_INIT:
+    from flash_attn_ext.distributed import context_parallel_attn
 
 def threads():
     return {open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if AFTER_INIT:
+    from flash_attn_ext.distributed import context_parallel_attn
 q = torch.randn(1, 2, 8, 16, requires_grad=True)
 context_parallel_attn(q, q, q, method=METHOD).sum().backward()
 assert any("gloo" in name for name in threads()), threads()
@@ -43,9 +47,12 @@ assert not any("gloo" in name for name in threads()), threads()
 """
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-def test_destroy_process_group_ends_its_threads(method):
-    done = run("-c", f"import os; METHOD = {method!r}\n{GROUP_ENDS}")
+@pytest.mark.parametrize(
+    ("method", "after_init"), [("ring", False), ("all_gather", False), ("ulysses", False), ("ring", True)]
+)
+def test_destroy_process_group_ends_its_threads(method, after_init):
+    """``after_init``: flash_attn_ext.distributed is imported after init_process_group."""
+    done = run("-c", f"import os; METHOD, AFTER_INIT = {method!r}, {after_init}\n{GROUP_ENDS}")
     assert done.returncode == 0, done.stderr
 
 
