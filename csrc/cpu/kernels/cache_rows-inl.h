@@ -135,14 +135,14 @@ struct TileSources {
 };
 
 // Returns whether rows are prefetched. K and V of a small dense call are probably in L2 already. Then a prefetch takes
-// as long as a load. Two threads of a CPU with AVX-512 have 2 MiB of L2 or more. Only float32 uses them: other types, and
-// AVX2, are slower without prefetches if K and V come from L3.
+// as long as a load. Two cores of most CPUs with AVX-512 have 2 MiB of L2 or more. Only float32 counts on them: other types,
+// and AVX2, are slower without prefetches if K and V come from L3.
 inline bool prefetches_rows(const AttentionParams& p, int threads) {
   constexpr int64_t kBytesInL2 = 1 << 20;
   const Sizes& z = p.sizes;
-  const bool uses_both = FA_VECTOR_BYTES == 64 && p.dtype == DType::kFloat32 && threads > 1;
+  const bool counts_two = FA_VECTOR_BYTES == 64 && p.dtype == DType::kFloat32 && threads > 1;
   return p.varlen || z.batch * z.heads_kv * z.seqlen_k * (z.head_dim + z.head_dim_v) * bytes_of(p.dtype) >
-                         (uses_both ? 2 : 1) * kBytesInL2;
+                         (counts_two ? 2 : 1) * kBytesInL2;
 }
 
 // Prefetches rows of some heads: first the rest of `current`, then the start of `next`, in memory order.
