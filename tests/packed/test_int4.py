@@ -235,19 +235,18 @@ BAD = {
 def test_int4_and_int8_caches_are_not_mixed(appends):
     """The kernels read both caches in the key's format, so they would read int8 rows as rows of half the bytes."""
     coded, _, _ = caches_of(zeros=False, columns=(D, D))
+    coded_k = {"k_cache": coded["k_cache"], "k_scales": coded["k_scales"]}
+    coded_v = {"v_cache": coded["k_cache"], "v_scales": coded["k_scales"]}
     int8 = torch.zeros(3, ROWS, HK, D, dtype=torch.int8)
     q, new = torch.zeros(3, 1, H, D), torch.ones(3, 1, HK, D) if appends else None
-    for names, message in ((("k", "v"), "v_cache: got dtype int8; allowed: k_cache's, uint8"),
-                           (("v", "k"), "v_cache: got dtype uint8; allowed: k_cache's, int8")):  # fmt: skip
-        int4_name, int8_name = names
-        caches = {f"{int4_name}_cache": coded["k_cache"], f"{int4_name}_scales": coded["k_scales"]}
-        caches |= {f"{int8_name}_cache": int8}
+    for caches, message in (
+        ({**coded_k, "v_cache": int8}, "v_cache: got dtype int8; allowed: k_cache's, uint8"),
+        ({**coded_v, "k_cache": int8}, "v_cache: got dtype uint8; allowed: k_cache's, int8"),
+    ):
         with pytest.raises(TypeError, match=re.escape(message)):
             flash_attn_with_kvcache(q, k=new, v=new, cache_seqlens=5, **caches)
     with pytest.raises(TypeError, match=re.escape("v_cache: got dtype float32; allowed: k_cache's, uint8")):
-        flash_attn_with_kvcache(
-            q, coded["k_cache"], int8.float(), new, new, cache_seqlens=5, k_scales=coded["k_scales"]
-        )
+        flash_attn_with_kvcache(q, k=new, v=new, cache_seqlens=5, v_cache=int8.float(), **coded_k)
 
 
 @pytest.mark.parametrize("case", BAD)
