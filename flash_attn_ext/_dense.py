@@ -78,7 +78,9 @@ def _as_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
         batch_shape = _broadcast("batch", batch_shape, k.shape[:-3], v.shape[:-3])
         q, k, v = (t.expand(batch_shape + t.shape[-3:]) for t in (q, k, v))
     heads = q.shape[-3]
-    if not enable_gqa and (k.shape[-3] != heads or v.shape[-3] != heads):
+    # One key head is a group of all query heads, also without enable_gqa: the kernels read it once for the group.
+    is_shared = k.shape[-3] == v.shape[-3] == 1
+    if not enable_gqa and not is_shared and (k.shape[-3] != heads or v.shape[-3] != heads):
         if 1 not in (heads, k.shape[-3], v.shape[-3]):
             raise ValueError(
                 f"key, value: got {k.shape[-3]} and {v.shape[-3]} heads for {heads} query heads; allowed: the same "

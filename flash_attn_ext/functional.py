@@ -87,7 +87,8 @@ def flash_attn(
         dropout_p: probability of dropping an element of the softmax, 0 to 1. Dropout also applies in eval mode.
         is_causal: key j is visible to query i only if j <= i (the diagonal starts in the upper left corner).
         scale: factor of ``query @ key^T``; ``1 / sqrt(D)`` if None.
-        enable_gqa: allows H_kv < H. Query head h uses key and value head ``h // (H // H_kv)``.
+        enable_gqa: allows 1 < H_kv < H. Query head h uses key and value head ``h // (H // H_kv)``. One key head for
+            all query heads is always allowed, as a dimension that broadcasts.
         causal: "upper_left" (as ``is_causal``) or "lower_right" (the last query sees all keys). The two are equal if
             S_q == S_k. ``causal`` overrides ``is_causal``.
         window: (left, right), or one number for both: only keys up to ``left`` before and ``right`` after the

@@ -64,7 +64,7 @@ const char* read_call(Arguments arguments, SdpaCall& call) {
     return "the flash backend is turned off (torch.nn.attention.sdpa_kernel)";
   if (const char* reason = why_not_tensors(query, key, value)) return reason;
   if (const char* reason = why_not_mask(mask, query)) return reason;
-  if (!enable_gqa && key.size(-3) != query.size(-3))
+  if (!enable_gqa && key.size(-3) != query.size(-3) && key.size(-3) != 1)
     return "the heads of query and key differ without enable_gqa";
   if (is_causal && mask) return "is_causal together with attn_mask, which torch does not always take";
   if (!(dropout_p >= 0 && dropout_p <= 1)) return "dropout_p is not from 0 to 1";

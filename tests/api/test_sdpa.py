@@ -8,7 +8,7 @@ from helpers import gradients, leaves
 from tolerances import assert_as_exact_as_torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from flash_attn_ext import flash_attn
+from flash_attn_ext import explain, flash_attn
 
 
 def check(q, k, v, mask=None, **options):
@@ -69,6 +69,14 @@ def test_broadcast_batch_and_heads():
 def test_enable_gqa():
     check(randn(2, 8, 20, 16), randn(2, 2, 30, 16), randn(2, 2, 30, 16), enable_gqa=True)
     check(randn(8, 20, 16), randn(2, 30, 16), randn(2, 30, 16), enable_gqa=True)
+
+
+def test_one_key_head_is_read_once_for_all_query_heads():
+    """Multi-query attention has the bits of a group, with and without enable_gqa: no key head is expanded."""
+    q, k, v = randn(2, 8, 1, 16), randn(2, 1, 300, 16), randn(2, 1, 300, 16)
+    check(q, k, v)
+    assert torch.equal(flash_attn(q, k, v), flash_attn(q, k, v, enable_gqa=True))
+    assert "key (2, 1, 300, 16)" in str(explain(q, k, v))
 
 
 @pytest.mark.parametrize("shape", [(30,), (20, 30), (1, 1, 30), (3, 20, 30), (2, 1, 1, 30), (2, 3, 20, 30)], ids=str)

@@ -39,6 +39,10 @@ CALLS = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         (2, 6, 33, 16), (2, 2, 40, 16), (2, 2, 40, 16),
     ),
+    "one_key_head_without_enable_gqa": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        (2, 6, 33, 16), (2, 1, 40, 16), (2, 1, 40, 16),
+    ),
     "value_head_dim": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         (2, 4, 33, 24), (2, 4, 33, 24), (2, 4, 33, 16),

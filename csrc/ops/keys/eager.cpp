@@ -22,9 +22,9 @@ bool is_ordinary_tensor(PyObject* object, const TensorRule& rule) {
 // Whether no tensor needs broadcasting or padding.
 template <class Tensors>
 bool fits(const Tensors& t, bool enable_gqa) {
-  const auto batch = t.query.size(0), heads = t.query.size(1);
-  return t.key.size(0) == batch && t.value.size(0) == batch &&
-         (enable_gqa || (t.key.size(1) == heads && t.value.size(1) == heads)) && t.query.size(3) > 0 &&
+  const auto batch = t.query.size(0), heads = t.query.size(1), heads_kv = t.key.size(1);
+  const bool fit_heads = enable_gqa || (t.value.size(1) == heads_kv && (heads_kv == heads || heads_kv == 1));
+  return t.key.size(0) == batch && t.value.size(0) == batch && fit_heads && t.query.size(3) > 0 &&
          t.value.size(3) > 0;
 }
 
