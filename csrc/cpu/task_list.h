@@ -82,7 +82,9 @@ struct HeadBlocks {
   int64_t all_heads, blocks, interleaved_heads;
 
   HeadBlocks(const Sizes& z, int64_t blocks, int64_t interleaved_heads)
-      : heads(z.heads), all_heads(z.batch * z.heads), blocks(blocks), interleaved_heads(interleaved_heads) {}
+      : HeadBlocks(z.batch, z.heads, blocks, interleaved_heads) {}
+  HeadBlocks(int64_t batch, int64_t heads, int64_t blocks, int64_t interleaved_heads)
+      : heads(heads), all_heads(batch * heads), blocks(blocks), interleaved_heads(interleaved_heads) {}
 
   Position at(const TaskList::Task& task) const {
     const int64_t n = task.index;

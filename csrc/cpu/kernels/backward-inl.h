@@ -2,8 +2,8 @@
 //
 //   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       outer loop: key block j; inner loop: query block i
 //
-// A task processes all keys, or one block of keys, of one (sequence, query head). The tasks of a head add to the same
-// dQ, in the order of the keys (turns.h). So the bits do not depend on the number of threads or on the batch.
+// A task processes all keys, or one block of keys, for some query heads that share a key head. The tasks of a head add to
+// the same dQ, in the order of the keys (turns.h). So the bits do not depend on the number of threads or on the batch.
 #pragma once
 
 #include "backward_captured-inl.h"
@@ -186,33 +186,20 @@ struct BackwardPass {
   }
 };
 
-// Returns this key block's part of the slope's gradient.
-template <class Pass, class T>
-T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<T>& dq, const Turn& turn) {
-  constexpr int64_t block_q = backward_tiling<T>().block_q, block_k = backward_tiling<T>().block_k;
+// Adds the gradients of one query head and one key block. The first step of the block is `step`. Returns this block's part
+// of the slope's gradient.
+template <class Pass, class NextStep, class T = typename Pass::T>
+T add_head_of_block(Pass& pass, TileFrame f, const Range& seen, int64_t step, const NextStep& step_from,
+                    const Turn& turn) {
+  constexpr int64_t block_q = backward_tiling<T>().block_q;
   const BackwardParams& p = pass.p;
-  const Sizes& z = p.sizes;
-  const int64_t keys = std::min(block_k, z.seqlen_k - j0), ld = round_up_to_lanes<T>(keys);
-  const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
-  std::fill(pass.s.dk, pass.s.dk + keys * d, T(0));
-  std::fill(pass.s.dv, pass.s.dv + keys * d_v, T(0));
-
+  const DqRows<T> dq = pass.w.template dq_of<typename Pass::In>(p, f.b, f.h);
   T dslope = 0;
-  const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
-  const auto step_from = [&](int64_t step) {  // the next step with a query that sees a key
-    for (; step < count_query_steps<T>(p); ++step)
-      if (const int64_t i0 = block_in_mirrored_order<T>(p, step) * block_q;
-          i0 < seen.end && i0 + block_q > seen.begin)
-        return step;
-    return Turn::kNone;
-  };
-  int64_t step = seen.begin < seen.end ? step_from(0) : Turn::kNone;
   if (p.dq) turn.begin(step);
-  if (step != Turn::kNone) pass.load_keys(b, z.kv_head(h), j0, keys);
-
   while (step != Turn::kNone) {
-    const int64_t i0 = block_in_mirrored_order<T>(p, step) * block_q, next = step_from(step + 1);
-    const TileFrame f{b, h, i0, j0, std::min(block_q, seen.end - i0), keys, ld, false};
+    const int64_t next = step_from(step + 1);
+    f.i0 = block_in_mirrored_order<T>(p, step) * block_q;
+    f.queries = std::min(block_q, seen.end - f.i0);
     const BackwardTile<T> tile = pass.recompute(f);
     if (!tile.empty) {
       pass.undo_functions(f);
@@ -225,20 +212,48 @@ T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<
   return dslope;
 }
 
-// Stores the rows of one key block in dk and dv. If several query heads share a key head, stores them in the query
-// head's partial sum.
+// Computes dK and dV of one key block in pass.s, summed over the query heads of the task. Each head adds to its dQ.
+template <class Pass, class T = typename Pass::T>
+void backward_key_block(Pass& pass, const KeyTask& task, int64_t block, int64_t keys) {
+  constexpr int64_t block_q = backward_tiling<T>().block_q, block_k = backward_tiling<T>().block_k;
+  const BackwardParams& p = pass.p;
+  const Sizes& z = p.sizes;
+  const int64_t heads = z.heads, j0 = block * block_k;
+  std::fill(pass.s.dk, pass.s.dk + keys * round_up_to_lanes<T>(z.head_dim), T(0));
+  std::fill(pass.s.dv, pass.s.dv + keys * round_up_to_lanes<T>(z.head_dim_v), T(0));
+
+  const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
+  const auto step_from = [&](int64_t step) {  // the next step with a query that sees a key
+    for (; step < count_query_steps<T>(p); ++step)
+      if (const int64_t i0 = block_in_mirrored_order<T>(p, step) * block_q;
+          i0 < seen.end && i0 + block_q > seen.begin)
+        return step;
+    return Turn::kNone;
+  };
+  const int64_t first = seen.begin < seen.end ? step_from(0) : Turn::kNone;
+  if (first != Turn::kNone) pass.load_keys(task.b, task.h_kv, j0, keys);
+  for (int64_t h = task.heads.begin; h < task.heads.end; ++h) {
+    const int64_t own = (pass.w.first_block(p, task.b) + block) * heads + h;
+    const Turn turn(block == 0 ? nullptr : pass.w.turns + own - heads, pass.w.turns + own);
+    const TileFrame f{task.b, h, 0, j0, 0, keys, round_up_to_lanes<T>(keys), false};
+    const T dslope = add_head_of_block(pass, f, seen, first, step_from, turn);
+    if (p.dalibi_slopes) pass.w.dslopes[own] = dslope;
+  }
+}
+
+// Stores the rows of one key block in dk or dv; or in the sum `partial` of a part of the query heads, if not null.
 template <class In, class T>
-void store_key_rows(const Tensor4& grad, DType dtype, T* partial, const T* block, int64_t b, int64_t h,
-                    const Sizes& z, int64_t j0, int64_t keys, int64_t cols) {
+void store_key_rows(const Tensor4& grad, DType dtype, T* partial, const T* block, const KeyTask& task,
+                    int64_t j0, int64_t keys, int64_t cols) {
   const int64_t ld = round_up_to_lanes<T>(cols);
   if (!grad) return;
-  if (z.heads != z.heads_kv) {
-    std::copy(block, block + keys * ld, partial + (h * z.seqlen_k + j0) * ld);
+  if (partial) {
+    std::copy(block, block + keys * ld, partial + j0 * ld);
   } else {
     for_row_type<In>(dtype, [&](auto element) {
       using Row = decltype(element);
       for (int64_t j = 0; j < keys; ++j)
-        store_row<Row, T>(grad.row<Row>(b, h, j0 + j), block + j * ld, cols, T(1));
+        store_row<Row, T>(grad.row<Row>(task.b, task.h_kv, j0 + j), block + j * ld, cols, T(1));
     });
   }
 }
@@ -248,8 +263,8 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
                   const Parallel& parallel) {
   using In = typename Pass::In;
   using T = typename Pass::T;
-  const int64_t heads = call.sizes.heads;
-  for (int64_t n = 0; call.dq && n < w.key_blocks * heads; ++n) new (w.turns + n) Turn::Counter(-1);
+  for (int64_t n = 0; call.dq && n < w.key_blocks * call.sizes.heads; ++n)
+    new (w.turns + n) Turn::Counter(-1);
 
   for_each_task(parallel, w.key_tasks.total, [&](int64_t n, int thread) {
     constexpr int64_t block_k = backward_tiling<T>().block_k;
@@ -257,21 +272,18 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
     const typename Pass::Params p = of_sequence(call, drawn.b);
     const Sizes& z = p.sizes;
     const KeyTask task = key_task<T>(p, drawn, w.whole_heads);
-    const int64_t b = task.b, h = task.head;
-    const DqRows<T> dq = w.template dq_of<In>(p, b, h);
-    if (w.whole_heads)
-      clear_rows(dq, 0, z.seqlen_q, z.head_dim);  // otherwise compute_row_terms() clears them
+    if (w.whole_heads)  // otherwise compute_row_terms() clears them
+      for (int64_t h = task.heads.begin; h < task.heads.end; ++h)
+        clear_rows(w.template dq_of<In>(p, task.b, h), 0, z.seqlen_q, z.head_dim);
 
+    T *dk = w.dk_of(p, task.b, task.h_kv, task.part), *dv = w.dv_of(p, task.b, task.h_kv, task.part);
     Pass pass(call, p, w, thread);
     const ProductUnit<In> unit;
-    for (int64_t block = task.first_block; block < task.end_block; ++block) {
+    for (int64_t block = task.blocks.begin; block < task.blocks.end; ++block) {
       const int64_t j0 = block * block_k, keys = std::min(block_k, z.seqlen_k - j0);
-      const int64_t own = (w.first_block(p, b) + block) * heads + h;
-      const Turn turn(block == 0 ? nullptr : w.turns + own - heads, w.turns + own);
-      const T dslope = backward_key_block<Pass, T>(pass, b, h, j0, dq, turn);
-      if (p.dalibi_slopes) w.dslopes[own] = dslope;
-      store_key_rows<In, T>(p.dk, p.dtype, w.dk_of(p, b), pass.s.dk, b, h, z, j0, keys, z.head_dim);
-      store_key_rows<In, T>(p.dv, p.dtype, w.dv_of(p, b), pass.s.dv, b, h, z, j0, keys, z.head_dim_v);
+      backward_key_block(pass, task, block, keys);
+      store_key_rows<In, T>(p.dk, p.dtype, dk, pass.s.dk, task, j0, keys, z.head_dim);
+      store_key_rows<In, T>(p.dv, p.dtype, dv, pass.s.dv, task, j0, keys, z.head_dim_v);
     }
   });
 }
@@ -295,27 +307,27 @@ void reduce_rows(const Tensor4& grad, DType dtype, T* data, int64_t b, int64_t h
 template <class In, class T>
 void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
   const int64_t heads = call.sizes.heads;
-  if (!w.dq && heads == call.sizes.heads_kv && !call.dalibi_slopes) return;
+  if (!w.dq && !w.dk && !w.dv && !call.dalibi_slopes) return;
   for_each_task(parallel, w.reduce_tasks.total, [&](int64_t n, int) {
     const TaskList::Task task = w.reduce_tasks.at(n);
     const BackwardParams p = of_sequence(call, task.b);
     const Sizes& z = p.sizes;
     const auto [b, h, block] = HeadBlocks(z, count_reduced_blocks(p), 1).at(task);
-    const int64_t group = heads / z.heads_kv;
-    const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
+    const int64_t group = heads / z.heads_kv, parts = group_parts<T>(p).parts;
     const auto rows_of = [block = block](int64_t seqlen) {
       return Range{block * kReducedRows, std::min((block + 1) * kReducedRows, seqlen)};
     };
     if (w.dq)
       reduce_rows<In, T>(p.dq, p.dtype, w.template dq_of<In>(p, b, h).data, b, h, rows_of(z.seqlen_q),
                          z.head_dim, 1, 0);
-    if (group > 1 && h % group == 0) {  // the parts are the heads of the group
+    if (parts > 1 && h % group == 0) {
+      const int64_t h_kv = h / group;
       if (p.dk)
-        reduce_rows<In, T>(p.dk, p.dtype, w.dk_of(p, b) + h * z.seqlen_k * d, b, h / group,
-                           rows_of(z.seqlen_k), z.head_dim, group, z.seqlen_k);
+        reduce_rows<In, T>(p.dk, p.dtype, w.dk_of(p, b, h_kv, 0), b, h_kv, rows_of(z.seqlen_k), z.head_dim,
+                           parts, z.seqlen_k);
       if (p.dv)
-        reduce_rows<In, T>(p.dv, p.dtype, w.dv_of(p, b) + h * z.seqlen_k * d_v, b, h / group,
-                           rows_of(z.seqlen_k), z.head_dim_v, group, z.seqlen_k);
+        reduce_rows<In, T>(p.dv, p.dtype, w.dv_of(p, b, h_kv, 0), b, h_kv, rows_of(z.seqlen_k), z.head_dim_v,
+                           parts, z.seqlen_k);
     }
     if (p.dalibi_slopes && block == 0) {
       const T* dslopes = w.dslopes + w.first_block(p, b) * heads + h;

@@ -62,24 +62,56 @@ int64_t count_key_blocks(const BackwardParams& p) {
   return std::max<int64_t>(ceil_div(p.sizes.seqlen_k, backward_tiling<T>().block_k), 1);
 }
 
-// Returns whether a task processes all keys of a head. This needs four heads per thread, and enough heads that threads
-// wait at most a tenth of the time for the last heads. Otherwise a task processes one block of keys. The order of
+// The query heads that share a key head, cut into parts. A part adds up dK and dV of all its heads, so dK and dV are not
+// written and read once for each head.
+struct GroupParts {
+  int64_t heads;  // query heads of a part; the last part may have fewer
+  int64_t parts;  // of a key head
+
+  int64_t count(const Sizes& z) const { return z.heads_kv * parts; }
+};
+
+// Cuts a group only if its sequence has too few tasks for many threads. Depends on the shape of one sequence alone, because
+// the parts decide the order of the sums.
+template <class T>
+GroupParts group_parts(const BackwardParams& p) {
+  constexpr int64_t kTasks = 128;
+  const Sizes& z = p.sizes;
+  const int64_t group = z.heads / std::max<int64_t>(z.heads_kv, 1);
+  if (group <= 1) return {1, 1};
+  const int64_t most = std::min(group, ceil_div(kTasks, z.heads_kv * count_key_blocks<T>(p)));
+  const int64_t heads = ceil_div(group, most);
+  return {heads, ceil_div(group, heads)};
+}
+
+// Returns whether a task processes all keys of its heads. This needs four tasks per thread, and enough tasks that threads
+// wait at most a tenth of the time for the last ones. Otherwise a task processes one block of keys. The order of
 // summation is the same in both cases, so the bits are equal.
-inline bool takes_whole_heads(const BackwardParams& p, int threads) {
-  const int64_t heads = (p.varlen ? 1 : p.sizes.batch) * p.sizes.heads, of_thread = ceil_div(heads, threads);
-  return heads >= 4 * threads && 10 * heads >= 9 * of_thread * threads;
+template <class T>
+bool takes_whole_heads(const BackwardParams& p, int threads) {
+  const int64_t tasks = (p.varlen ? 1 : p.sizes.batch) * group_parts<T>(p).count(p.sizes);
+  return tasks >= 4 * threads && 10 * tasks >= 9 * ceil_div(tasks, threads) * threads;
 }
 
 // A task of one sequence. Threads draw the tasks block by block, and within a block head by head. So a key block rarely
 // waits for the block before it.
 struct KeyTask {
-  int64_t b, head, first_block, end_block;
+  int64_t b, h_kv, part;
+  Range heads;  // query heads
+  Range blocks;
 };
 template <class T>
 KeyTask key_task(const BackwardParams& p, const TaskList::Task& task, bool whole_heads) {
-  const int64_t heads = p.sizes.batch * p.sizes.heads, blocks = count_key_blocks<T>(p);
-  const auto [b, h, block] = HeadBlocks(p.sizes, whole_heads ? 1 : blocks, heads).at(task);
-  return {b, h, block, whole_heads ? blocks : block + 1};
+  const Sizes& z = p.sizes;
+  const GroupParts group = group_parts<T>(p);
+  const int64_t blocks = count_key_blocks<T>(p), parts = group.count(z), of_key_head = z.heads / z.heads_kv;
+  const auto [b, n, block] = HeadBlocks(z.batch, parts, whole_heads ? 1 : blocks, z.batch * parts).at(task);
+  const int64_t h_kv = n / group.parts, part = n % group.parts, first = part * group.heads;
+  return {b,
+          h_kv,
+          part,
+          {h_kv * of_key_head + first, h_kv * of_key_head + std::min(first + group.heads, of_key_head)},
+          {block, whole_heads ? blocks : block + 1}};
 }
 
 // Rows of gradients that one task of reduce_gradients() sums.
@@ -127,15 +159,16 @@ struct BackwardWorkspace {
   TaskList row_tasks, key_tasks, reduce_tasks, mask_tasks;  // the tasks of each loop
   TaskList captured_tasks;                                  // one key block of one head each
   int64_t captured_parts = 0;
-  bool whole_heads;   // whether a key task processes all keys of a head
-  RowTerms<T> rows;   // [rows of lse] each
-  T* dq;              // [B][H][S_q][D]    null: dq itself receives the sums. In packed calls, here and below,
-                      //                    the rows of each sequence follow the previous sequence's rows
-  T* dk;              // [B][H][S_k][D]    only if query heads share a key head
-  T* dv;              // [B][H][S_k][D_v]  likewise
-  T* dmask;           // [mask's tiles][parts][rows][block_k]  only if there are several parts
-  double* dcaptured;  // [captured_parts][captured elements]
-  T* dslopes;         // [B][key blocks][H]
+  bool whole_heads;  // whether a key task processes all keys of its heads
+  RowTerms<T> rows;  // [rows of lse] each
+  T* dq;             // [B][H][S_q][D]    null: dq itself receives the sums. In packed calls, here and below,
+                     //                    the rows of each sequence follow the previous sequence's rows
+  T* dk;     // [B][H_kv][parts][S_k][D]    only if a key head has several parts (GroupParts). A packed call
+             //                             has room for H rows of each key
+  T* dv;     // [B][H_kv][parts][S_k][D_v]  likewise
+  T* dmask;  // [mask's tiles][parts][rows][block_k]  only if there are several parts
+  double* dcaptured;     // [captured_parts][captured elements]
+  T* dslopes;            // [B][key blocks][H]
   Turn::Counter* turns;  // [B][key blocks][H]  the next step of dQ that this key block adds to
   int64_t key_blocks;    // key blocks of all sequences
   char* scratch;         // per thread: starts with a BackwardScratch
@@ -156,13 +189,22 @@ struct BackwardWorkspace {
     const int64_t first = p.varlen ? p.varlen.first_q : b * p.sizes.seqlen_q;
     return {dq + (first * p.sizes.heads + h * p.sizes.seqlen_q) * ld, ld};
   }
-  T* dk_of(const BackwardParams& p, int64_t b) const { return key_rows_of(p, b, dk, p.sizes.head_dim); }
-  T* dv_of(const BackwardParams& p, int64_t b) const { return key_rows_of(p, b, dv, p.sizes.head_dim_v); }
+  // The sums of one part of key head h_kv. Null: the part's sums are the gradients.
+  T* dk_of(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t part) const {
+    return key_rows_of(p, b, h_kv, part, dk, p.sizes.head_dim);
+  }
+  T* dv_of(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t part) const {
+    return key_rows_of(p, b, h_kv, part, dv, p.sizes.head_dim_v);
+  }
 
  private:
-  T* key_rows_of(const BackwardParams& p, int64_t b, T* data, int64_t cols) const {
-    const int64_t first = p.varlen ? p.varlen.first_k : b * p.sizes.seqlen_k;
-    return data + first * p.sizes.heads * round_up_to_lanes<T>(cols);
+  T* key_rows_of(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t part, T* data,
+                 int64_t cols) const {
+    const Sizes& z = p.sizes;
+    const GroupParts group = group_parts<T>(p);
+    if (!data || group.parts == 1) return nullptr;
+    const int64_t first = p.varlen ? p.varlen.first_k * z.heads : b * group.count(z) * z.seqlen_k;
+    return data + (first + (h_kv * group.parts + part) * z.seqlen_k) * round_up_to_lanes<T>(cols);
   }
 };
 
@@ -179,15 +221,17 @@ BackwardWorkspace<T> allocate_backward_workspace(Arena& arena, const BackwardPar
   const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
   const int64_t rows_q = call.varlen ? call.varlen.total_q : z.batch * z.seqlen_q;
   const int64_t rows_k = call.varlen ? call.varlen.total_k : z.batch * z.seqlen_k;
-  const bool shared = z.heads != z.heads_kv;
+  const GroupParts group = group_parts<T>(call);
+  const int64_t partial_sums =  // rows of dk and dv in the workspace, for each key
+      call.varlen ? (z.heads == z.heads_kv ? 0 : z.heads) : (group.parts == 1 ? 0 : group.count(z));
 
   BackwardWorkspace<T> w;
-  w.whole_heads = takes_whole_heads(call, threads);
+  w.whole_heads = takes_whole_heads<T>(call, threads);
   w.row_tasks = list_tasks(arena, call, [](const BackwardParams& p) {
     return p.sizes.batch * p.sizes.heads * count_query_blocks<T>(p);
   });
   w.key_tasks = list_tasks(arena, call, [&](const BackwardParams& p) {
-    return p.sizes.batch * p.sizes.heads * (w.whole_heads ? 1 : count_key_blocks<T>(p));
+    return p.sizes.batch * group_parts<T>(p).count(p.sizes) * (w.whole_heads ? 1 : count_key_blocks<T>(p));
   });
   w.reduce_tasks = list_tasks(arena, call, [](const BackwardParams& p) {
     return p.sizes.batch * p.sizes.heads * count_reduced_blocks(p);
@@ -196,8 +240,8 @@ BackwardWorkspace<T> allocate_backward_workspace(Arena& arena, const BackwardPar
   for (T** term : {&w.rows.delta, &w.rows.reference, &w.rows.correction})
     *term = arena.take<T>(call.lse_size());
   w.dq = call.dq && !adds_to_dq_itself<In, T>(call) ? arena.take<T>(z.heads * rows_q * d) : nullptr;
-  w.dk = arena.take<T>(call.dk && shared ? z.heads * rows_k * d : 0);
-  w.dv = arena.take<T>(call.dv && shared ? z.heads * rows_k * d_v : 0);
+  w.dk = call.dk && partial_sums > 0 ? arena.take<T>(partial_sums * rows_k * d) : nullptr;
+  w.dv = call.dv && partial_sums > 0 ? arena.take<T>(partial_sums * rows_k * d_v) : nullptr;
   w.dmask = nullptr;
   if (const MaskTiles tiles = call.dmask ? mask_tiles<T>(call) : MaskTiles{}; tiles.parts > 1)
     w.dmask = arena.take<T>(w.mask_tasks.total * tiles.rows * backward_tiling<T>().block_k);
