@@ -83,6 +83,8 @@ dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 attention_if_ordinary = _C.attention_if_ordinary
 # Functions that are not operators. Arguments: two dictionaries with tensors and options, by the names of the schema.
 flex_if_ordinary = _C.flex_if_ordinary
+# Arguments: a tuple of captured tensors, and the row's dtype (csrc/ops/keys/eager.h).
+captured_row_if_ordinary = _C.captured_row_if_ordinary
 # Calls on caches, CPU only (csrc/ops/keys/eager.h). If a call is not ordinary, they write nothing and return None.
 kvcache_if_ordinary = _C.kvcache_if_ordinary
 write_cache_if_ordinary = _C.write_cache_if_ordinary

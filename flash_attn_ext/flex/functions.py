@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _ops
 from . import lowering_activations, lowering_operators  # noqa: F401  register operators
 from .custom_functions import functions_are_traced
 from .dependencies import Dependencies, QuickKey
@@ -153,14 +154,9 @@ def _compile(
 
 def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:
     """Returns the operator's tensors. ``dtype`` is the dtype of the accumulators."""
-    captured = _row(floats, dtype) if floats else None
-    if not ints:
-        return Functions(programs, captured, None)
-    if dtype == torch.float64:
-        return Functions(programs, captured, _row(ints, torch.int64))
-    for t in ints:
-        _check_range(t)
-    return Functions(programs, captured, _row(ints, torch.int32))
+    integer = torch.int64 if dtype is torch.float64 else torch.int32
+    captured, captured_ints = _row(floats, dtype), _row(ints, integer)
+    return Functions(programs, captured, captured_ints)
 
 
 def is_traced() -> bool:
@@ -168,8 +164,16 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _row(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Returns all elements in one dimension."""
+def _row(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor | None:
+    """Returns all elements in one dimension. Raises if an int does not fit ``dtype``."""
+    if not tensors:
+        return None
+    row = None if torch.compiler.is_compiling() else _ops.captured_row_if_ordinary(tensors, dtype)
+    if row is not None:
+        return row
+    if dtype is torch.int32:
+        for t in tensors:
+            _check_range(t)
     same = [t if t.dtype is dtype else t.to(dtype) for t in tensors]
     flat = [t if t.dim() == 1 else t.ravel() for t in same]
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)

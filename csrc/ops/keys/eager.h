@@ -18,4 +18,9 @@ extern PyMethodDef kFlexIfOrdinary;  // the same for attention_flex
 //   read_cache_if_ordinary   out, the tensors of attention_cache, and a dictionary of its options. Writes out, returns True
 extern PyMethodDef kKvcacheIfOrdinary, kWriteCacheIfOrdinary, kReadCacheIfOrdinary;
 
+// eager_captured.cpp: captured_row_if_ordinary(tensors, dtype) returns the elements of a tuple of tensors in one dimension,
+// with their derivatives. It returns None for tensors without plain elements on a CPU, and if a mode or a transform must see
+// the conversions. It throws ValueError if an int64 element does not fit an int32 row.
+extern PyMethodDef kCapturedRowIfOrdinary;
+
 }  // namespace flash_attn_ext
