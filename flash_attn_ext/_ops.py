@@ -79,11 +79,13 @@ program_operations = _C.program_operations
 attention_merge_ = torch.ops.flash_attn_ext.attention_merge_.default
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
-# Arguments: enable_gqa, return_lse, and the tensors and options of the operator `attention` in its schema's order.
+# Functions that are not operators (csrc/ops/keys/eager.h).
+# Arguments: enable_gqa, return_lse, and the tensors and options of the operator in its schema's order.
 attention_if_ordinary = _C.attention_if_ordinary
-# Functions that are not operators. Arguments: two dictionaries with tensors and options, by the names of the schema.
 flex_if_ordinary = _C.flex_if_ordinary
-# Calls on caches, CPU only (csrc/ops/keys/eager.h). If a call is not ordinary, they write nothing and return None.
+# Arguments: a list of tensors, the positions of captured floats and ints, and the dtype of the accumulators.
+captured_rows_if_ordinary = _C.captured_rows_if_ordinary
+# Calls on caches, CPU only. If a call is not ordinary, they write nothing and return None.
 kvcache_if_ordinary = _C.kvcache_if_ordinary
 write_cache_if_ordinary = _C.write_cache_if_ordinary
 read_cache_if_ordinary = _C.read_cache_if_ordinary

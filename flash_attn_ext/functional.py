@@ -189,19 +189,14 @@ def flash_attn(
         band_causal, lower_right, left, right = band(causal, is_causal, window, aligned)
     same_bits = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     if has_functions:
-        # Literals, because locals() takes longer than a small call.
         result = run_if_ordinary(
-            {
-                "query": query, "key": key, "value": value, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes,
-                "sink": sink, "rng_state": rng_state, "key_mask": key_mask,
-            },
-            {
-                "scale": scale, "causal": band_causal, "lower_right": lower_right, "diagonal": diagonal,
-                "window_left": left, "window_right": right, "attention_chunk": attention_chunk,
-                "first_key": first_key, "softcap": softcap, "dropout_p": dropout_p, "num_splits": num_splits,
-                "unified_max": unified_max, "deterministic": same_bits,
-            },
-            (score_mod, mask_mod, block_mask), enable_gqa=enable_gqa, return_lse=return_lse,
+            enable_gqa, return_lse,
+            (query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask),
+            (
+                scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
+                num_splits, unified_max, same_bits,
+            ),
+            (score_mod, mask_mod, block_mask),
         )  # fmt: skip
         return _with_functions(locals()) if result is None else result
     if is_compiling():  # torch.compile traces the operator itself

@@ -11,7 +11,8 @@ checkout need not be built. The program writes copies of these two files to a te
   a call of flex_attention outside of ``torch.compile`` is torch's own: its kernel in plain operators is the reference
 
 Some tests do not apply: tests of Triton's or inductor's generated code, of several GPUs, and of error messages of
-torch's kernels. They are skipped, with the reason. The last lines count results and reasons.
+torch's kernels. They are skipped, with the reason. The last lines count results and reasons. Install psutil:
+torch skips 750 tests without it.
 """
 
 import argparse
@@ -26,25 +27,33 @@ FILES = ("test_flex_attention.py", "test_flex_decoding.py")
 
 # {regular expression for names of tests: why they do not apply}
 SKIPPED = {
-    "device_cuda_1|on_the_same_device|mixed_device|wrong_device|block_mask_device": "needs a GPU",
+    "device_cuda_1|on_the_same_device|mixed_device|wrong_device|block_mask_device|cuda_graphable": "needs a GPU",
     "max_autotune|max-autotune|kernel_options_argument|force_write_lse|epilogue_fused|inputs_are_realized|"
-    "logsumexp_only_return|cant_lower|reduction_unrolled|float32_matmul_precision|multiple_mask_calls": (
+    "logsumexp_only_return|cant_lower|reduction_unrolled|float32_matmul_precision|multiple_mask_calls|test_backend_|"
+    "divisibility_guards|freezes_layout|strided_backwards|attention_logging": (
         "tests the text of torch's Triton kernels"
     ),
     "fw_bw_graph_correctness|subgraph_respect|recompile_changed|free_symbol_dynamic|mask_mod_combiners|"
-    "automatic_dynamic": (
+    "automatic_dynamic|bug_dynamic_batch": (
         "tests the graph of torch.compile"
     ),
-    "cpu_error_message|validate_cpu_dtype|bw_decoding_fails|invalid_block_size|symmetric_bias.*float32": (
+    "selective_ac": "computes again outside of the compiled function",
+    "cpu_error_message|validate_cpu_dtype|bw_decoding_fails|invalid_block_size|symmetric_bias|zero_length_sequence|"
+    "none_q_indices|small_embedding_size": (
         "tests calls that torch's kernels refuse and ours run"
     ),
+    "mixed_dtypes(?!_fails|_eager)|mixed_dtype_backwards(?!_eager)": "float8 keys of 16-bit queries: ours refuse them",
+    "return_max|return_aux__": "the maximum of each row: ours refuse it, as torch's do on a CPU",
     "no_q_info_compile_False": "calls torch's kernel alone",
-    # torch adds the gradient of the bfloat16 gate in bfloat16: errors of 0.2 to 0.6 against float64. Ours: 0.005.
-    "head_specific_gate.*bfloat16": "its reference is less exact than ours",
+    # torch adds gradients of 16-bit tensors in 16 bits. For the gate its errors are 0.2 to 0.6, and ours 0.005. The
+    # gradient of a bias of rows is 0: torch's has rms 0.019, also for float64 queries, and ours 0.003.
+    "head_specific_gate.*bfloat16|distinct_biases.*float16": "its reference is less exact than ours",
     # The exponential of 16-bit dtypes has 18.5 bits: an lse near 1 is exact to 3e-6. The test allows 20 times 6e-8.
-    "function_composition_bfloat16": "compares an lse of bfloat16 at float32's tolerance",
-    "vs_sequence_lengths|mixed_dtypes_fails": "tests the text of torch's errors",
-    "getitem|block_mask_viz|block_mask_attributes|compiling_create_block_mask": "tests torch's BlockMask alone",
+    "function_composition.*bfloat16": "compares an lse of bfloat16 at float32's tolerance",
+    "vs_sequence_lengths|mixed_dtypes_fails|deprecation_warnings|sliced_blockmask": "tests the text of torch's errors",
+    "getitem|block_mask_viz|block_mask_attributes|compiling_create_block_mask|test_pytree_": (
+        "tests torch's BlockMask alone"
+    ),
 }  # fmt: skip
 
 # Replacements in each copy, in this order. If a version of torch has other text, they change nothing.
@@ -55,7 +64,10 @@ REPLACED = (
     (r"^(supported_platform|supports_learnable_bias|running_on_a100_only) = ", r"_unused = "),
     (r"\btorch\.compile\(", "_torch_compile("),
     (r"^@supports_learnable_bias$", ""),
-    (r"^( *)self\.assertEqual\(torch\._dynamo\.utils\.counters\[.frames.\].*$", r"\1pass"),  # how often it compiled
+    (r"^ *@skip_on_cpu$", ""),
+    (r"SKIP_UT_ON_CPU = True", "SKIP_UT_ON_CPU = False"),
+    # How often it compiled.
+    (r"^( *)self\.assertEqual\((torch\._dynamo\.utils\.counters\[.frames.\]|backend\.frame_count).*$", r"\1pass"),
 )
 PRELUDE = """
 from tools.flex_tests_of_torch import compiled as _torch_compile, flex_attention, pages_on_cpu

@@ -28,6 +28,7 @@
 #include "../ops/keys/cuda.cpp"
 #include "../ops/keys/eager.cpp"
 #include "../ops/keys/eager_cache.cpp"
+#include "../ops/keys/eager_captured.cpp"
 #include "../ops/keys/merge.cpp"
 #include "../ops/keys/meta.cpp"
 #include "../ops/keys/plan.cpp"

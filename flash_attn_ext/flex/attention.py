@@ -17,6 +17,9 @@ from .functions import functions_of, is_traced
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+_NO_OTHER_TENSORS = (None,) * (len(_ops.DENSE.tensor_names) - 3)
+_DEFAULTS_AFTER_SCALE = tuple(_ops.DENSE.option_defaults.values())[1:]
+_DEFAULT_BLOCK_SIZE = (_ops.FLEX.option_defaults["block_size_q"], _ops.FLEX.option_defaults["block_size_k"])
 NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(_ops.DENSE.tensor_names)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -71,10 +74,16 @@ def flex_attention(
             raise ValueError("return_lse: got True with return_aux; allowed: one of them")
         if return_aux.max_scores:
             raise NotImplementedError("return_aux: got max_scores=True; allowed: lse")
-    key, value = _expanded(query, key, value, enable_gqa)
-    tensors = NO_TENSORS | {"query": query, "key": key, "value": value}
-    call = Call(_ops.DENSE, tensors, {"scale": None if scale is None else float(scale)})
-    out, lse = run_with_functions(call, score_mod=score_mod, block_mask=block_mask)
+    result = run_if_ordinary(
+        enable_gqa, True, (query, key, value, *_NO_OTHER_TENSORS), (scale, *_DEFAULTS_AFTER_SCALE),
+        (score_mod, None, block_mask),
+    )  # fmt: skip
+    if result is None:
+        key, value = _expanded(query, key, value, enable_gqa)
+        tensors = NO_TENSORS | {"query": query, "key": key, "value": value}
+        call = Call(_ops.DENSE, tensors, {"scale": None if scale is None else float(scale)})
+        result = run_with_functions(call, score_mod=score_mod, block_mask=block_mask)
+    out, lse = result
     if return_aux is not None:
         flex = sys.modules[type(return_aux).__module__]  # torch's module. An import statement here would take seconds
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None)
@@ -111,26 +120,38 @@ def refuse_dtensors_with_functions(tensors: dict[str, Tensor | None]) -> None:
 
 
 def run_if_ordinary(
-    tensors: dict[str, Tensor | None],
-    options: dict[str, Any],
-    functions: "tuple[ScoreMod | None, MaskMod | None, BlockMask | None]",
-    *,
     enable_gqa: bool,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Computes an ordinary eager call of flash_attn. Returns None if a torch mode or transform must intercept it."""
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    functions: "tuple[ScoreMod | None, MaskMod | None, BlockMask | None]",
+) -> Any:
+    """Computes an ordinary eager call. Returns None if the call has another form, or a mode or transform must see it.
+
+    ``tensors``, ``options``: of the operator without functions, in the order of its schema. Returns out or (out, lse).
+    """
+    query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask = tensors
     if is_traced():
         return None
-    for t in (tensors["query"], tensors["key"], tensors["value"]):
+    for t in (query, key):
         if type(t) is not Tensor or t.dim() != 4:
             return None
-    call = with_functions(Call(_ops.DENSE, tensors, options), *functions)
-    return _ops.flex_if_ordinary(enable_gqa, return_lse, call.tensors, call.options)
+    score_mod, mask_mod, block_mask = functions
+    _check_functions(query, key, mask_mod, block_mask, is_packed=False)
+    programs, captured, captured_ints, states, block_size_q, block_size_k = _function_arguments(
+        query, score_mod, mask_mod, block_mask
+    )
+    return _ops.flex_if_ordinary(
+        enable_gqa, return_lse,
+        query, key, value, attn_mask, alibi_slopes, sink, captured, rng_state, key_mask, captured_ints, states,
+        programs, *options, block_size_q, block_size_k,
+    )  # fmt: skip
 
 
 def run_operator(call: Call) -> tuple[Tensor, Tensor]:
     if call.operator is _ops.FLEX and not is_traced():
-        result = _ops.flex_if_ordinary(True, True, call.tensors, call.options)
+        options = {**call.operator.option_defaults, **call.options}
+        result = _ops.flex_if_ordinary(True, True, *call.positional(), *options.values())
         if result is not None:
             return result
     return _functorch.run(call)
@@ -154,25 +175,40 @@ def with_functions(
     check_functions(call, mask_mod, block_mask)
     query = call.tensors["query"]
     assert query is not None
-    states, options = None, call.options
-    if block_mask is not None:
-        mask_mod, states = _mask_function(block_mask), states_of(block_mask)
-        block_size_q, block_size_k = block_mask.BLOCK_SIZE
-        options = {**options, "block_size_q": block_size_q, "block_size_k": block_size_k}
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    programs, captured, captured_ints = functions_of(score_mod, mask_mod, query.device, dtype)
+    programs, captured, captured_ints, states, block_size_q, block_size_k = _function_arguments(
+        query, score_mod, mask_mod, block_mask
+    )
     tensors = {
         **call.tensors, "programs": programs, "captured": captured, "captured_ints": captured_ints,
         "block_states": states,
     }  # fmt: skip
+    options = {**call.options, "block_size_q": block_size_q, "block_size_k": block_size_k}
     return Call(OPERATORS[call.operator.function], tensors, options, call.enable_gqa, call.return_lse)
 
 
+def _function_arguments(
+    query: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: "BlockMask | None"
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]:
+    """Returns programs, captured, captured_ints, block_states, block_size_q and block_size_k of the operator."""
+    states, block_size = None, _DEFAULT_BLOCK_SIZE
+    if block_mask is not None:
+        mask_mod, states, block_size = _mask_function(block_mask), states_of(block_mask), block_mask.BLOCK_SIZE
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return (*functions_of(score_mod, mask_mod, query.device, dtype), states, *block_size)
+
+
 def check_functions(call: Call, mask_mod: MaskMod | None, block_mask: "BlockMask | None") -> None:
-    """Checks the device, and the block mask against the call's tensors."""
     query, key = call.tensors["query"], call.tensors["key"]
     assert query is not None
     assert key is not None
+    is_packed = call.operator.function != _ops.DENSE.function
+    _check_functions(query, key, mask_mod, block_mask, is_packed=is_packed)
+
+
+def _check_functions(
+    query: Tensor, key: Tensor, mask_mod: MaskMod | None, block_mask: "BlockMask | None", *, is_packed: bool
+) -> None:
+    """Checks the device, and the block mask against the call's tensors."""
     if query.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(
             f"score_mod, mask_mod, block_mask: got tensors on {query.device}; allowed: CPU and CUDA"
@@ -180,8 +216,7 @@ def check_functions(call: Call, mask_mod: MaskMod | None, block_mask: "BlockMask
     if block_mask is not None:
         if mask_mod is not None:
             raise ValueError("mask_mod: got one with block_mask; allowed: one of them")
-        lengths = (query.shape[-2], key.shape[-2]) if call.operator.function == _ops.DENSE.function else None
-        check_block_mask(block_mask, query, lengths)
+        check_block_mask(block_mask, query, None if is_packed else (query.shape[-2], key.shape[-2]))
 
 
 def _expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:

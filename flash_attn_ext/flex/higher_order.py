@@ -23,7 +23,7 @@ from .. import _ops
 from .._call import FUNCTIONS, Call
 from . import attention
 from .block_masks import states_of_lists
-from .functions import Compiled, compile_functions, is_traced, rows_of
+from .functions import Compiled, compile_functions, is_traced, rows_of_tensors
 
 _OURS = "FLASH_ATTN_EXT"  # a key of kernel_options: marks a call of this package, and holds its other arguments
 _REQUIRED = ("query", "key", "value")
@@ -135,7 +135,10 @@ def _attend(
     states = None
     if not attention.is_one_block(block_q, block_k):
         states = states_of_lists(block_mask[:2], (block_q, block_k), block_mask[2:4], block_mask[4:6])
-    functions = rows_of(compiled, floats, ints, dtype)._asdict() | {"block_states": states}
+    programs, captured, captured_ints = rows_of_tensors(compiled, floats, ints, dtype)
+    functions = {
+        "programs": programs, "captured": captured, "captured_ints": captured_ints, "block_states": states,
+    }  # fmt: skip
     tensors = dict.fromkeys(call.operator.tensor_names) | call.tensors | functions
     options = call.options | {"block_size_q": block_q, "block_size_k": block_k}
     return attention.run_operator(Call(call.operator, tensors, options))

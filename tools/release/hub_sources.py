@@ -25,7 +25,7 @@ from .hub_kernel import VERSION, name_of_variant, write_metadata
 ROOT = Path(__file__).parent.parent.parent
 NAME = "flash_attn_ext"
 # Sources of csrc/ops that call Python, or that only explain() needs.
-LEFT_OUT = ("eager.cpp", "eager_cache.cpp", "plan.cpp")
+LEFT_OUT = ("eager.cpp", "eager_cache.cpp", "eager_captured.cpp", "plan.cpp")
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 HEADER = """\
 # For kernel-builder of the Hugging Face Hub. Made by: python -m tools.release.hub_sources --write

@@ -51,11 +51,11 @@ struct ForwardProducts {
     load_tile_transposed_of<In, T>(p.q, dtype, b, h, i0, queries, p.sizes.head_dim, q_transposed, ld);
   }
 
-  // `loaded` (or null): a tile with as many keys is not loaded again.
+  // `loaded` (or null): a tile with as many keys, or more, is not loaded again.
   void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false,
               PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
     const int64_t d = p.sizes.head_dim;
-    const Tile<T> k = loaded && loaded->k_rows == f.keys
+    const Tile<T> k = loaded && loaded->k_rows >= f.keys
                           ? loaded->k
                           : load_rows(p, p.k, p.varlen.cache.k_scale, f, d, k_tile);
     if (loaded) loaded->k = k, loaded->k_rows = f.keys;
@@ -83,7 +83,7 @@ struct ForwardProducts {
                   T* out, bool = false, Loaded* loaded = nullptr, PrefetchHook prefetch_hook = {}) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
-    const Tile<T> v = loaded && loaded->v_rows == f.keys
+    const Tile<T> v = loaded && loaded->v_rows >= f.keys
                           ? loaded->v
                           : load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, v_tile);
     if (loaded) loaded->v = v, loaded->v_rows = f.keys;

@@ -137,6 +137,7 @@ MaskTile<T> with_functions(const AttentionParams& p, const TileFrame& f, MaskTil
   if (seen_by_all == every_key) return tile;
   tile.visible = visible;
   tile.masked = seen_by_any == 0 ? TileMask::kAll : TileMask::kSome;
+  tile.seen_keys = seen_by_any == 0 ? 0 : VisibleKeys::kKeys - __builtin_clzll(seen_by_any);
   return tile;
 }
 

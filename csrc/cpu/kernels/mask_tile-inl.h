@@ -103,6 +103,7 @@ inline uint64_t bits_of_bytes(const uint8_t* p, int64_t n) {
 // The visible keys of the tile, as one bit per query and key.
 struct VisibleKeys {
   static constexpr int kWord = 32;  // bits per word, equal to the bits of a float32 lane
+  static constexpr int kKeys = 2 * kWord;
 
   uint32_t* words =
       nullptr;  // [2][ld]: bit c % 32 of words[c / 32 * ld + query] is key c; null: no bool mask
@@ -183,6 +184,7 @@ struct MaskTile {
   VisibleKeys visible;
   const MaskParams* in_place = nullptr;  // a mask that finish_scores() reads in place
   FunctionMemory<T> functions;
+  int64_t seen_keys = VisibleKeys::kKeys;  // a mask of functions hides all later keys from all queries
 
   bool hides(const TileFrame& f, int64_t row, int64_t lane) const {
     if (visible && !(f.lanes_are_queries ? visible.sees(lane, row) : visible.sees(row, lane))) return true;

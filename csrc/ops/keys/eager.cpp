@@ -34,14 +34,14 @@ bool needs_rng_state(const Tensors& t, const Options& options) {
   return options.dropout_p != 0.0 && !t.rng_state;
 }
 
-// The objects of a call in the order of the operator's schema. Null: the member's default.
+// The objects of a call are in the order of the operator's schema.
 template <class Op>
 PyObject* run_if_ordinary(PyObject* enable_gqa_object, PyObject* return_lse_object,
                           PyObject* const* tensor_objects, PyObject* const* option_objects) {
   using Tensors = typename Op::Tensors;
   using Options = typename Op::Options;
   for (size_t n = 0; n < kMembers<Tensors>; ++n)
-    if (tensor_objects[n] && !is_ordinary_tensor(tensor_objects[n], Tensors::kRules[n])) Py_RETURN_NONE;
+    if (!is_ordinary_tensor(tensor_objects[n], Tensors::kRules[n])) Py_RETURN_NONE;
   const int return_lse = PyObject_IsTrue(return_lse_object);
   if (return_lse < 0) return nullptr;
   bool enable_gqa = false;
@@ -64,37 +64,25 @@ PyObject* run_if_ordinary(PyObject* enable_gqa_object, PyObject* return_lse_obje
   return pair;
 }
 
-void check_count(const char* function, Py_ssize_t count, Py_ssize_t allowed) {
-  TORCH_CHECK_TYPE(count == allowed, function, ": got ", count, " arguments; allowed: ", allowed);
-}
-
 // enable_gqa, return_lse, and each tensor and option: a dictionary takes longer than a small call.
-PyObject* attention_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+template <class Op>
+PyObject* call_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  constexpr Py_ssize_t kTensors = kMembers<AttentionTensors>, kOptions = kMembers<AttentionOptions>;
-  check_count("attention_if_ordinary", count, 2 + kTensors + kOptions);
-  return run_if_ordinary<Attention>(arguments[0], arguments[1], arguments + 2, arguments + 2 + kTensors);
-  END_HANDLE_TH_ERRORS
-}
-
-// enable_gqa, return_lse, and two dictionaries: tensors and options.
-PyObject* flex_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  using Tensors = AttentionFlex::Tensors;
-  using Options = AttentionFlex::Options;
-  check_count("flex_if_ordinary", count, 4);
-  PyObject *tensor_objects[kMembers<Tensors>], *option_objects[kMembers<Options>];
-  objects_by_name<Tensors>(arguments[2], tensor_objects);
-  objects_by_name<Options>(arguments[3], option_objects);
-  return run_if_ordinary<AttentionFlex>(arguments[0], arguments[1], tensor_objects, option_objects);
+  constexpr Py_ssize_t kTensors = kMembers<typename Op::Tensors>, kOptions = kMembers<typename Op::Options>;
+  TORCH_CHECK_TYPE(count == 2 + kTensors + kOptions, Op::kName, "_if_ordinary: got ", count,
+                   " arguments; allowed: ", 2 + kTensors + kOptions);
+  return run_if_ordinary<Op>(arguments[0], arguments[1], arguments + 2, arguments + 2 + kTensors);
   END_HANDLE_TH_ERRORS
 }
 
 }  // namespace
 
-PyMethodDef kAttentionIfOrdinary = {
-    "attention_if_ordinary", reinterpret_cast<PyCFunction>(attention_if_ordinary), METH_FASTCALL, nullptr};
-PyMethodDef kFlexIfOrdinary = {"flex_if_ordinary", reinterpret_cast<PyCFunction>(flex_if_ordinary),
-                               METH_FASTCALL, nullptr};
+template <class Op>
+PyMethodDef method(const char* name) {
+  return {name, reinterpret_cast<PyCFunction>(call_if_ordinary<Op>), METH_FASTCALL, nullptr};
+}
+
+PyMethodDef kAttentionIfOrdinary = method<Attention>("attention_if_ordinary");
+PyMethodDef kFlexIfOrdinary = method<AttentionFlex>("flex_if_ordinary");
 
 }  // namespace flash_attn_ext

@@ -5,10 +5,10 @@
 
 namespace flash_attn_ext {
 
-// attention_if_ordinary(enable_gqa, return_lse, tensors, options) returns out or (out, lse): attention for an ordinary eager
-// call. Tensors and options are dictionaries with the names of the schema. It returns None if a mode, a subclass or a
-// transform must see the call. It also returns None if an argument does not have the operator's form:
-// is_ordinary_tensor() in eager.cpp. Python then calls torch.ops, which raises the errors.
+// attention_if_ordinary(enable_gqa, return_lse, tensors..., options...) returns out or (out, lse): attention for an ordinary
+// eager call. Tensors and options are in the order of the schema. It returns None if a mode, a subclass or a transform must
+// see the call. It also returns None if an argument does not have the operator's form: is_ordinary_tensor() in eager.cpp.
+// Python then calls torch.ops, which raises the errors.
 extern PyMethodDef kAttentionIfOrdinary;
 extern PyMethodDef kFlexIfOrdinary;  // the same for attention_flex
 
@@ -17,5 +17,11 @@ extern PyMethodDef kFlexIfOrdinary;  // the same for attention_flex
 //   write_cache_if_ordinary  the tensors of append_to_cache. Returns True after it wrote the rows
 //   read_cache_if_ordinary   out, the tensors of attention_cache, and a dictionary of its options. Writes out, returns True
 extern PyMethodDef kKvcacheIfOrdinary, kWriteCacheIfOrdinary, kReadCacheIfOrdinary;
+
+// eager_captured.cpp: captured_rows_if_ordinary(tensors, floats, ints, dtype) returns the operator's tensors `captured` and
+// `captured_ints`, with their derivatives, or None. `floats` and `ints` are tuples of positions in a list of tensors, and
+// `dtype` is the dtype of the accumulators. It returns None for tensors without plain elements on a CPU, and if a mode or a
+// transform must see the conversions. It throws ValueError if an int64 element does not fit an int32 row.
+extern PyMethodDef kCapturedRowsIfOrdinary;
 
 }  // namespace flash_attn_ext

@@ -42,9 +42,7 @@ bool are_dense(PyObject* const* objects, Py_ssize_t count) {
                      [](PyObject* object) { return object == Py_None || is_dense_tensor(object); });
 }
 
-bool needs_derivative(const at::Tensor& t) {
-  return (at::GradMode::is_enabled() && t.requires_grad()) || t._fw_grad(/*level=*/0).defined();
-}
+using flash_attn_ext::needs_derivative;
 bool needs_derivative(const OptionalTensor& t) { return t && needs_derivative(*t); }
 
 // Offsets of `batch` sequences with `rows` rows each.

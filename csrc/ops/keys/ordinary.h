@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -20,6 +21,10 @@ inline bool is_observed() {
   return at::impl::torch_function_mode_enabled() ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
          torch::jit::tracer::isTracing();
+}
+
+inline bool needs_derivative(const at::Tensor& t) {
+  return (at::GradMode::is_enabled() && t.requires_grad()) || t._fw_grad(/*level=*/0).defined();
 }
 
 // Whether a mode must see the operators, too. Code that reads or writes elements itself runs without modes.
