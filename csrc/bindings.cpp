@@ -239,6 +239,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("plan_cache_flex", plan_of_forward<AttentionCacheFlex>);
   m.def("check_append", check<AppendToCache>);
   m.def("check_cache", check<AttentionCache>);
+  m.def("check_cache_flex", check<AttentionCacheFlex>);
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });

@@ -18,7 +18,7 @@ from ._indexed import KeyNumbers
 from ._indexed_packed import prepare_cached
 from ._options import checked_options, operator_options
 from ._second_query import SecondQuery, join_caches
-from ._tensor_checks import check_are_dense, check_is_dense, check_not_differentiated
+from ._tensor_checks import check_are_dense, check_is_dense, check_no_tangents, check_not_differentiated
 from .flex.attention import refuse_dtensors_with_functions, run_with_functions, with_functions
 
 # Names in the operators' error messages -> the caller's names.
@@ -90,6 +90,7 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
         {name: call.tensors[name] for name in ("q", "k_cache", "v_cache", "k", "v", "qv")},
         way_out="flash_attn_varlen has gradients",
     )
+    check_no_tangents("flash_attn_with_kvcache", call.tensors)
     append, attention, second = operator_calls(call)
     if call.functions:
         _check_functions(call, append, attention)
@@ -121,7 +122,10 @@ def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> N
     refuse_dtensors_with_functions(call.tensors)
     if torch.compiler.is_compiling():  # torch.compile traces the graph before a row is written
         return
-    with_functions(attention, **call.functions)
+    traced = with_functions(attention, **call.functions)
+    check_no_tangents("flash_attn_with_kvcache", {"score_mod": traced.tensors["captured"]})
+    with _renamed_errors(_NAMES_OF_ATTENTION):
+        _ops.check_cache_flex(traced.tensors, traced.options)
     block_mask, lengths = call.functions["block_mask"], attention.tensors["seqused_k"]
     if block_mask is None or lengths is None or lengths.is_meta or len(lengths) == 0:
         return
@@ -130,7 +134,10 @@ def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> N
         assert new is not None
         lengths = lengths + new.diff()
     longest, covered = int(lengths.max()), min(block_mask.seq_lengths)
-    if longest > covered and max(block_mask.BLOCK_SIZE) < longest:
+    states = traced.tensors["block_states"]
+    assert states is not None
+    most = min(count * size for count, size in zip(states.shape[-2:], block_mask.BLOCK_SIZE, strict=True))
+    if longest > most or (longest > covered and longest > max(block_mask.BLOCK_SIZE)):
         raise ValueError(f"block_mask: got one for {covered} keys; allowed: at least the longest sequence's {longest}")
 
 

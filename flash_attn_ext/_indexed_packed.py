@@ -61,6 +61,8 @@ def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Te
     t = call.tensors
     check_where(numbers, t["query"])
     _refuse(call, "tree_mask", "alibi_slopes")
+    if call.options["num_splits"] > 1:
+        raise ValueError(f"num_splits: got {call.options['num_splits']} with {numbers.name}; allowed: 0 and 1")
     key, value = t["key"], t["value"]
     joins = bool(call.options.get("key_has_value"))
     latent = bool(call.options.get("latent_rows"))

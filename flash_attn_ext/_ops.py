@@ -102,6 +102,7 @@ plan_varlen_flex_backward = _C.plan_varlen_flex_backward
 plan_cache_flex = _C.plan_cache_flex
 check_append = _C.check_append
 check_cache = _C.check_cache
+check_cache_flex = _C.check_cache_flex
 
 activate = _C.activate
 deactivate = _C.deactivate

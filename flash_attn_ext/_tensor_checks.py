@@ -37,7 +37,13 @@ def check_not_differentiated(function: str, tensors: Mapping[str, Tensor | None]
                 f"{name}: got a tensor that requires a gradient; allowed in {function}: tensors that require none, or "
                 f"torch.no_grad(). {way_out}"
             )
-        if forward_ad.unpack_dual(t).tangent is not None:
+        check_no_tangents(function, {name: t})
+
+
+def check_no_tangents(function: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raises for a tensor with a tangent, because the function has no forward mode."""
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(f"{name}: got a tensor with a tangent; allowed in {function}: tensors without")
 
 

@@ -151,8 +151,8 @@ def flash_attn(
         quantize: "int8": an approximation for inference on CPU, with ``query @ key^T`` in int8 and ``P @ value`` in
             int16 (SageAttention, Zhang et al. 2024). ``out`` differs from exact attention by about 1%, and by more if a
             few columns of ``query`` or ``key`` are far larger than the others: docs/int8.md has the errors and the
-            speed. Hidden keys change the rounding. For float32, bfloat16 and float16 tensors that require no gradient;
-            without dropout, functions and ``key_indices``. None: exact.
+            speed. Keys that only other queries see change the rounding. For float32, bfloat16 and float16 tensors that
+            require no gradient; without dropout, functions and ``key_indices``. None: exact.
 
     With ``window``, ``alibi_slopes`` or ``attention_chunk`` but neither ``is_causal`` nor ``causal``, the diagonal is
     aligned to the lower right corner, as in flash-attention.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from flex_reference import dense_flex
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
 from flash_attn_ext import explain_kvcache, explain_varlen, flash_attn_varlen, flash_attn_with_kvcache
 
@@ -128,6 +128,28 @@ def test_caches(seqlen_q, paged):
             )  # fmt: skip
             torch.testing.assert_close(out[b], exact[0].transpose(0, 1))
             torch.testing.assert_close(lse[b], exact_lse[0])
+
+
+@pytest.mark.parametrize("seqlen_q", [8, 9, 40])
+@pytest.mark.parametrize("has_function", [True, False])
+def test_a_block_mask_hides_no_key_from_queries_before_the_first_key(isa, seqlen_q, has_function):
+    """With fewer keys than queries, the first queries have negative positions. No block holds these queries."""
+    q, k, v = torch.randn(1, seqlen_q, 2, 16), *torch.randn(2, 1, 64, 2, 16)
+    mask_mod = (lambda b, h, i, j: i // 16 == j // 16) if has_function else (lambda b, h, i, j: j >= 0)
+    mask = create_block_mask(mask_mod, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
+    if not has_function:
+        mask.kv_num_blocks.zero_()
+        mask.full_kv_num_blocks[:, :, 0] = 0  # hides all keys from the queries of the first block
+        mask.mask_mod = noop_mask
+    options = dict(cache_seqlens=5, return_softmax_lse=True)
+    out, lse = flash_attn_with_kvcache(q, k, v, block_mask=mask, **options)
+    if has_function:
+        wanted, wanted_lse = flash_attn_with_kvcache(q, k, v, mask_mod=mask_mod, **options)
+    else:
+        wanted, wanted_lse = flash_attn_with_kvcache(q, k, v, **options)
+        wanted[:, -5:], wanted_lse[..., -5:] = 0, -torch.inf
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
 
 
 def test_few_queries_use_the_decode_kernel():

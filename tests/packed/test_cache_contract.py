@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import torch
 from cache_helpers import DV, HK, LENGTHS, ROWS, D, H, make
+from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import create_block_mask
 
 from flash_attn_ext import flash_attn_interface, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = dict(k=torch.ones(5, 3, HK, D), v=torch.ones(5, 3, HK, DV))
+
+
+def blocks(batch, heads, keys=ROWS, size=64):
+    return create_block_mask(lambda b, h, i, j: i >= j, batch, heads, keys, keys, "cpu", BLOCK_SIZE=size)
+
 
 FAILING = {
     "sink": (dict(sink=torch.zeros(H + 1)), ValueError, "sink: got shape"),
@@ -21,6 +28,19 @@ FAILING = {
     "splits": (dict(num_splits=-7), ValueError, "num_splits: got -7"),
     "window": (dict(window_size=("a", 1)), TypeError, "window_size: got"),
     "descale": (dict(k_descale=torch.ones(HK)), ValueError, "k_descale: got one with a cache of dtype float32"),
+    "splits by index": (
+        dict(key_indices=torch.zeros(5, 1, 3, 1, dtype=torch.int64), num_splits=2),
+        ValueError, "num_splits: got 2 with key_indices; allowed: 0 and 1",
+    ),
+    "blocks of other batches": (
+        dict(block_mask=blocks(3, None)), ValueError, r"block_mask: got blocks of shape \[3, 1",
+    ),
+    "blocks of other heads": (
+        dict(block_mask=blocks(None, 3)), ValueError, r"block_mask: got blocks of shape \[1, 3",
+    ),
+    "too few blocks": (
+        dict(block_mask=blocks(None, None, 100, (16, ROWS))), ValueError, "block_mask: got one for 100 keys",
+    ),
 }  # fmt: skip
 
 
@@ -120,6 +140,26 @@ def test_transforms_are_refused():
         torch.func.grad(total)(q)
     with pytest.raises(NotImplementedError, match="q: got a tensor with a tangent"):
         torch.func.jvp(total, (q,), (q,))
+
+
+OTHER_TENSORS = {
+    "alibi_slopes": torch.zeros(H), "sink": torch.zeros(H), "tree_mask": torch.zeros(2, 2),
+    "rotary_cos": torch.ones(ROWS, D // 2), "rotary_sin": torch.zeros(ROWS, D // 2), "score_mod": torch.zeros(H),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_a_tangent_is_refused_before_a_row_is_written(name):
+    q, k_cache, v_cache = torch.randn(2, 2, H, D), torch.zeros(2, ROWS, HK, D), torch.zeros(2, ROWS, HK, D)
+    new = torch.randn(2, 2, HK, D)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(OTHER_TENSORS[name], torch.ones_like(OTHER_TENSORS[name]))
+        given = {"score_mod": lambda s, b, h, i, j: s + dual[h]} if name == "score_mod" else {name: dual}
+        if "rotary" in name:
+            given = {n: OTHER_TENSORS[n] for n in ("rotary_cos", "rotary_sin")} | given
+        with pytest.raises(NotImplementedError, match=f"{name}: got a tensor with a tangent"):
+            flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=10, **given)
+    assert not k_cache.any()
 
 
 def test_packed_queries_on_pages_compute_and_refuse_their_gradient():

@@ -70,6 +70,7 @@ inline int64_t first_key_of_blocks(const AttentionParams& p, int64_t b, int64_t 
   constexpr int64_t kNone = int64_t{1} << 62;
   const BlockStates& blocks = p.functions->blocks;
   const int64_t first = first_query_index(p) + i0;
+  if (first < 0) return j;  // no block hides keys from this query
   const Range rows{blocks.row_of(first), blocks.row_of(first + queries - 1) + 1};
   const uint8_t* states = blocks.of_head(b, h);
   for (int64_t col = blocks.col_of(j); col < blocks.cols; ++col)

@@ -6,8 +6,11 @@
 //
 // A row of q or k with Inf or NaN gets the factor NaN, so all of its scores are NaN. A row of v with Inf or NaN gets
 // codes of 0, and the forward adds the row itself.
+//
+// Padding may have any numbers. So keys that a mask hides from all queries do not count in means and in factors of v.
 #pragma once
 
+#include "bias-inl.h"
 #include "int8_tiles-inl.h"
 #include "masked_gemm-inl.h"
 
@@ -69,6 +72,22 @@ inline float code_row(const In* row, int64_t cols, const float* mean, int32_t of
   return finite ? f.factor : std::numeric_limits<float>::quiet_NaN();
 }
 
+// Whether a mask with one element for each key hides key j.
+inline bool hides_key(const MaskParams& keys, int64_t b, int64_t j) {
+  const int64_t n = b * keys.stride_b + j * keys.stride_k;
+  if (keys.dtype == DType::kBool) return !static_cast<const bool*>(keys.data)[n];
+  return for_float_mask<float>(keys.dtype, [&](auto element) {
+    return scalar_as<float>(static_cast<const decltype(element)*>(keys.data)[n]) == kNegInf<float>;
+  });
+}
+
+// Whether the masks hide key j of a batch from all heads and queries.
+inline bool is_hidden_from_all(const MaskParams& mask, int64_t b, int64_t j) {
+  if (mask && mask.stride_h == 0 && mask.stride_q == 0 && hides_key(mask, b, j)) return true;
+  return mask.key_data &&
+         hides_key({mask.key_data, mask.key_dtype, mask.key_stride_b, 0, 0, mask.key_stride_k}, b, j);
+}
+
 // The keys and values of all heads as integers. Written once for each call.
 struct Int8Keys {
   int64_t words;          // of a row of codes of q and k: the depth of a product
@@ -81,6 +100,7 @@ struct Int8Keys {
   uint32_t* v;            // [heads][count][block_k / 2][ld_v]
   float* v_factors;       // [heads][count][ld_v]
   uint8_t* not_finite;    // [heads][count]   a value of the tile is Inf or NaN
+  uint64_t* hidden;       // [heads][count]   bits: the tile's keys that a mask hides from all queries
 
   static Int8Keys allocate(Arena& arena, const AttentionParams& p) {
     const Sizes& z = p.sizes;
@@ -99,10 +119,11 @@ struct Int8Keys {
     r.v = arena.take<uint32_t>(heads * r.rows / 2 * r.ld_v);
     r.v_factors = arena.take<float>(heads * r.count * r.ld_v);
     r.not_finite = arena.take<uint8_t>(heads * r.count);
+    r.hidden = arena.take<uint64_t>(heads * r.count);
     return r;
   }
 
-  // The mean of the finite elements of each column. `head`: b * H_kv + h_kv.
+  // The mean of the finite elements of each column, without hidden keys. `head`: b * H_kv + h_kv.
   template <class In>
   void average(const AttentionParams& p, int64_t head) const {
     constexpr int L = kLanes<float>;
@@ -110,9 +131,14 @@ struct Int8Keys {
     const int64_t b = head / z.heads_kv, h = head % z.heads_kv;
     float* mean = means + head * columns;
     std::fill(mean, mean + columns, 0.0f);
+    uint64_t* bits = hidden + head * count;
+    std::fill(bits, bits + count, uint64_t{0});
+    for (int64_t j = 0; p.mask && j < z.seqlen_k; ++j)
+      bits[j / kInt8BlockK] |= uint64_t{is_hidden_from_all(p.mask, b, j)} << (j % kInt8BlockK);
     for (int64_t c = 0; c < z.head_dim; c += L) {
       Vec<float> sum = {}, finite = {};
       for (int64_t j = 0; j < z.seqlen_k; ++j) {
+        if (p.mask && bits[j / kInt8BlockK] >> (j % kInt8BlockK) & 1) continue;
         const Vec<float> x = load_columns<float>(p.k.row<In>(b, h, j) + c, z.head_dim - c);
         const auto is_finite = x * 0.0f == 0.0f;
         sum += is_finite ? x : Vec<float>{};
@@ -144,15 +170,16 @@ struct Int8Keys {
   void round_values(const In* data, int64_t stride_v, int64_t keys, int64_t cols, int64_t tile) const {
     constexpr int L = kLanes<float>;
     const Rows<In> values{data, stride_v, cols};
-    bool finite[kInt8BlockK] = {};
+    bool counts[kInt8BlockK] = {};
     const bool all_finite = rows_are_finite<In, float>(values, keys);
     for (int64_t j = 0; j < keys; ++j)
-      finite[j] = all_finite || rows_are_finite<In, float>({values.row(j), stride_v, cols}, 1);
+      counts[j] = !(hidden[tile] >> j & 1) &&
+                  (all_finite || rows_are_finite<In, float>({values.row(j), stride_v, cols}, 1));
     not_finite[tile] = !all_finite;
     uint32_t* pairs = v + tile * (kInt8BlockK / 2) * ld_v;
     for (int64_t c = 0; c < ld_v; c += L) {
       const auto value = [&](int64_t j) FA_INLINE_LAMBDA {
-        return j < keys && finite[j] ? load_columns<float>(values.row(j) + c, cols - c) : Vec<float>{};
+        return j < keys && counts[j] ? load_columns<float>(values.row(j) + c, cols - c) : Vec<float>{};
       };
       Vec<float> highest = {};
       for (int64_t j = 0; j < keys; ++j) highest = max<float>(highest, magnitude(value(j)));
