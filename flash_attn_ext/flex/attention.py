@@ -78,7 +78,8 @@ def flex_attention(
         enable_gqa, True, (query, key, value, *_NO_OTHER_TENSORS), (scale, *_DEFAULTS_AFTER_SCALE),
         (score_mod, None, block_mask),
     )  # fmt: skip
-    if result is None:
+    # The kernels take one key head without enable_gqa. torch's function does not, so _expanded() raises.
+    if result is None or (not enable_gqa and key.shape[1] != query.shape[1]):
         key, value = _expanded(query, key, value, enable_gqa)
         tensors = NO_TENSORS | {"query": query, "key": key, "value": value}
         call = Call(_ops.DENSE, tensors, {"scale": None if scale is None else float(scale)})
