@@ -69,9 +69,10 @@ def flash_attn_with_kvcache(
 
     B is the number of sequences, S_q the number of new queries and S_new the number of new keys of each sequence. There
     are no derivatives. ``q``, the caches, ``k``, ``v`` and ``qv`` may require a gradient only if gradients are
-    disabled. If another tensor requires a gradient, such as ``sink``, the backward raises an error. All checks run
-    before the first row is written. Causal masks, windows, chunks and ALiBi are aligned to the lower right corner: the
-    last query has the position of the last key.
+    disabled. If another tensor requires a gradient, such as ``sink``, the backward raises an error; only with
+    ``key_indices`` do ``sink`` and the descales have gradients. All checks run before the first row is written. Causal
+    masks, windows, chunks and ALiBi are aligned to the lower right corner: the last query has the position of the last
+    key.
 
     Args:
         q: (B, S_q, H, D); or packed (T_q, H, D) with ``cu_seqlens_q``.
