@@ -149,9 +149,10 @@ struct BlockStates {
   int64_t block_q = 1, block_k = 1;
 
   FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
-  // The row of blocks of query i >= 0, the column of key j. The last blocks extend to the ends of the score matrix.
+  // The row of blocks of query i, the column of key j. The last blocks extend to the ends of the score matrix. In a
+  // cache with fewer keys than queries i can be negative. Then it counts as 0.
   FA_HOST_DEVICE int64_t row_of(int64_t i) const {
-    const int64_t row = i / block_q;
+    const int64_t row = (i < 0 ? 0 : i) / block_q;
     return row < rows ? row : rows - 1;
   }
   FA_HOST_DEVICE int64_t col_of(int64_t j) const {
@@ -161,10 +162,18 @@ struct BlockStates {
   FA_HOST_DEVICE const uint8_t* of_head(int64_t b, int64_t h) const {
     return data + b * stride_b + h * stride_h;
   }
-  // The state of the block that holds element (i, j). In a cache with fewer keys than queries i can be negative. No block
-  // holds such a query, so the mask's program decides.
+  // Whether no block holds query i, so that the mask's program decides. On a GPU row_of() decides: there, this test makes
+  // the sm80 kernels with functions spill registers.
+  FA_HOST_DEVICE static bool is_before_blocks(int64_t i) {
+#if defined(__CUDA_ARCH__)
+    return false;
+#else
+    return i < 0;
+#endif
+  }
+  // The state of the block that holds element (i, j).
   FA_HOST_DEVICE uint8_t at(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    if (i < 0) return kPartial;
+    if (is_before_blocks(i)) return kPartial;
     return of_head(b, h)[row_of(i) * cols + col_of(j)];
   }
 };
@@ -181,15 +190,21 @@ struct StatesOfTile {
       has_partial = has_mask;
       return;
     }
-    if (i_begin < 0) {
-      add(BlockStates::kPartial, has_mask);
+    if (BlockStates::is_before_blocks(i_begin)) {
+      lowest = highest = has_mask ? BlockStates::kPartial : BlockStates::kFull;
+      has_partial = has_mask;
+      if (i_end <= 0) return;
       i_begin = 0;
     }
-    if (i_end <= i_begin) return;
     const int64_t last_row = blocks.row_of(i_end - 1), last_col = blocks.col_of(j_end - 1);
     for (int64_t row = blocks.row_of(i_begin); row <= last_row; ++row)
-      for (int64_t col = blocks.col_of(j_begin); col <= last_col; ++col)
-        add(blocks.of_head(b, h)[row * blocks.cols + col], has_mask);
+      for (int64_t col = blocks.col_of(j_begin); col <= last_col; ++col) {
+        uint8_t state = blocks.of_head(b, h)[row * blocks.cols + col];
+        if (state == BlockStates::kPartial && !has_mask) state = BlockStates::kFull;
+        lowest = state < lowest ? state : lowest;
+        highest = state > highest ? state : highest;
+        has_partial |= state == BlockStates::kPartial;
+      }
   }
 
   FA_HOST_DEVICE bool is_hidden() const { return highest == BlockStates::kHidden; }
@@ -198,13 +213,6 @@ struct StatesOfTile {
 
  private:
   bool has_partial = false;
-
-  FA_HOST_DEVICE void add(uint8_t state, bool has_mask) {
-    if (state == BlockStates::kPartial && !has_mask) state = BlockStates::kFull;
-    lowest = state < lowest ? state : lowest;
-    highest = state > highest ? state : highest;
-    has_partial |= state == BlockStates::kPartial;
-  }
 };
 
 // The index that functions of the user get for query 0 of one sequence's call. In a cache the last query has the index of
