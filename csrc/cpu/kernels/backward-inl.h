@@ -159,6 +159,7 @@ struct BackwardPass {
       : p(params), w(workspace) {
     Arena arena = thread_arena(w, thread);
     s = allocate_backward<In, T>(arena, call);
+    if (w.kept[thread]) s.mask.functions.kept = &w.kept[thread];
   }
 
   void load_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {

@@ -171,6 +171,7 @@ struct BackwardWorkspace {
   T* dslopes;            // [B][key blocks][H]
   Turn::Counter* turns;  // [B][key blocks][H]  the next step of dQ that this key block adds to
   int64_t key_blocks;    // key blocks of all sequences
+  KeptMasks* kept;       // per thread
   char* scratch;         // per thread: starts with a BackwardScratch
   size_t scratch_bytes;
 
@@ -261,6 +262,8 @@ BackwardWorkspace<T> allocate_backward_workspace(Arena& arena, const BackwardPar
                              : z.batch * count_key_blocks<T>(call);
   w.dslopes = arena.take<T>(call.dalibi_slopes ? w.key_blocks * z.heads : 0);
   w.turns = arena.take<Turn::Counter>(call.dq ? w.key_blocks * z.heads : 0);
+  const int64_t block_q = fitted(backward_tiling<T>(), z).block_q;
+  w.kept = KeptMasks::allocate_for_threads<T>(arena, call, threads, block_q, block_q);
   w.scratch_bytes = scratch_bytes;
   w.scratch = arena.take<char>(static_cast<int64_t>(scratch_bytes) * threads);
   return w;

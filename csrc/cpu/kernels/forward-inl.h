@@ -192,14 +192,9 @@ ForwardWorkspace<T> allocate_forward_workspace(Arena& arena, const AttentionPara
   w.tasks = list_tasks(
       arena, call, [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode, w.per_task); });
   w.splits = allocate_split_results<T>(arena, call);
-  w.kept = arena.take<KeptMasks>(threads);
-  const int64_t words = 2 * round_up_to_lanes<T>(fitted(forward_tiling<T>(), call.sizes).block_q);
-  for (int thread = 0; thread < threads; ++thread) {
-    const KeptMasks kept = KeptMasks::allocate(arena, call, words);
-    if (!w.kept) continue;
-    w.kept[thread] = kept;
-    kept.clear();
-  }
+  constexpr int64_t kLeastQueries = 32;  // of the tiles of a block of 128 queries
+  w.kept = KeptMasks::allocate_for_threads<T>(arena, call, threads,
+                                              fitted(forward_tiling<T>(), call.sizes).block_q, kLeastQueries);
   Arena blocks(nullptr), decode(nullptr);
   if (call.varlen || !is_decode(call)) allocate_forward<In, T>(blocks, call, w.per_task);
   if (may_decode(call))

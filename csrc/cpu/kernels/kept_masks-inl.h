@@ -6,20 +6,35 @@
 
 // A table with a slot for each tile of some rows and columns of tiles. A new tile replaces the old tile in its slot.
 struct KeptMasks {
-  static constexpr int64_t kRows = 32, kKeys = 64, kColumns = 5, kMostSlots = 128 * kColumns;
+  static constexpr int64_t kKeys = 64, kColumns = 5, kMostSlots = 128 * kColumns;
 
   struct Tile {
     int64_t b, i, j, queries, keys;  // i: -1 if the slot is empty
   };
   int64_t slots = 0, words_per_tile = 0;
+  int64_t rows = 1;  // queries of a row of slots
   bool depends_on_batch = false;
   Tile* tiles = nullptr;      // [slots]
   uint32_t* words = nullptr;  // [slots][words_per_tile]
 
   explicit operator bool() const { return slots > 0; }
 
+  // Allocates an empty table for each thread. A tile has at most `queries` queries, and most tiles have at least `rows`.
+  template <class T>
+  static KeptMasks* allocate_for_threads(Arena& arena, const AttentionParams& call, int threads,
+                                         int64_t queries, int64_t rows) {
+    KeptMasks* tables = arena.take<KeptMasks>(threads);
+    for (int thread = 0; thread < threads; ++thread) {
+      const KeptMasks kept = allocate(arena, call, 2 * round_up_to_lanes<T>(queries), rows);
+      if (!tables) continue;
+      tables[thread] = kept;
+      kept.clear();
+    }
+    return tables;
+  }
+
   // `words`: the words of a tile's VisibleKeys. The table has no slots if the tiles of two heads may differ.
-  static KeptMasks allocate(Arena& arena, const AttentionParams& call, int64_t words) {
+  static KeptMasks allocate(Arena& arena, const AttentionParams& call, int64_t words, int64_t rows) {
     KeptMasks kept;
     if (!call.functions || !call.functions->mask) return kept;
     const Program& mask = call.functions->mask;
@@ -29,7 +44,8 @@ struct KeptMasks {
     }
     const Sizes& z = call.sizes;
     if (z.heads * (kept.depends_on_batch ? 1 : z.batch) < 2) return kept;
-    kept.slots = std::min(ceil_div(z.seqlen_q, kRows) * kColumns, kMostSlots);
+    kept.rows = rows;
+    kept.slots = std::min(ceil_div(z.seqlen_q, rows) * kColumns, kMostSlots);
     kept.words_per_tile = words;
     kept.tiles = arena.take<Tile>(kept.slots);
     kept.words = arena.take<uint32_t>(kept.slots * words);
@@ -47,7 +63,7 @@ struct KeptMasks {
     if (!slots) return compute();
     const Tile wanted{depends_on_batch ? f.b : 0, first_query + f.i0, f.j0, f.queries, f.keys};
     if (wanted.i < 0) return compute();  // a cache with fewer keys than queries
-    const int64_t slot = (wanted.i / kRows * kColumns + f.j0 / kKeys % kColumns) % slots;
+    const int64_t slot = (wanted.i / rows * kColumns + f.j0 / kKeys % kColumns) % slots;
     Tile& tile = tiles[slot];
     uint32_t* const kept = words + slot * words_per_tile;
     if (tile.i == wanted.i && tile.j == wanted.j && tile.b == wanted.b && tile.queries == wanted.queries &&
