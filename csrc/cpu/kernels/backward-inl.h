@@ -45,12 +45,14 @@ void sum_row_terms(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b
   const Range seen = visible_keys(p.band, i0, i0 + queries, p.sizes.seqlen_k);
   for (int64_t j0 = seen.begin / block_k * block_k; j0 < seen.end; j0 += block_k) {
     const int64_t keys = std::min(block_k, p.sizes.seqlen_k - j0);
-    const TileFrame f{b, h, i0, j0, queries, keys, round_up_to_lanes<T>(keys), false};
     s.products.load_keys(p, b, p.sizes.kv_head(h), j0, keys);
-    if (recompute_scores<In, T>(p, s, f).empty) continue;
-    load_dprobs<In, T>(p, s, f);
-    if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
-    add_to_row_terms<T>(f, s.probs, s.dscores, s.dropout_tile, rows);
+    const TileFrame whole{b, h, i0, j0, queries, keys, round_up_to_lanes<T>(keys), false};
+    for_each_part<In, T>(p, s, whole, [&](const ScoreTile<T>& score) {
+      const TileFrame& f = score.frame;
+      load_dprobs<In, T>(p, s, f);
+      if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
+      add_to_row_terms<T>(f, s.probs, s.dscores, s.dropout_tile, rows);
+    });
   }
 }
 
@@ -166,9 +168,13 @@ struct BackwardPass {
     s.products.load_keys(p, b, h_kv, j0, keys);
   }
 
-  // Computes the gradient of the scores in s.dscores.
-  BackwardTile<T> recompute(const TileFrame& f) {
-    return recompute_tile<In, T>(p, s, f, w.rows.of_head(p, f.b, f.h));
+  // Calls use(score) for each part of a tile that is not masked, with the gradient of the scores in s.dscores.
+  template <class Use>
+  void recompute(const TileFrame& whole, const Use& use) {
+    for_each_part<In, T>(p, s, whole, [&](const ScoreTile<T>& score) {
+      finish_tile<In, T>(p, s, score.frame, w.rows.of_head(p, whole.b, whole.h));
+      use(score);
+    });
   }
 
   // Converts the gradient of the finished scores to the gradient of the scores before the user's function.
@@ -177,7 +183,8 @@ struct BackwardPass {
   }
 
   // Adds to s.dk and s.dv. Waits for its turn, then adds to dq.
-  void add_products(const TileFrame& f, const ScoreTile<T>& score, const DqRows<T>& dq, const Turn& turn) {
+  void add_products(const ScoreTile<T>& score, const DqRows<T>& dq, const Turn& turn) {
+    const TileFrame& f = score.frame;
     if (p.dv) s.products.add_dv(p, score, s.probs, s.dv);
     unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
     if (p.dk) s.products.add_dk(p, score, s.dscores, s.dk);
@@ -201,12 +208,11 @@ T add_head_of_block(Pass& pass, TileFrame f, const Range& seen, int64_t step, co
     const int64_t next = step_from(step + 1);
     f.i0 = block_in_mirrored_order<T>(p, step) * block_q;
     f.queries = std::min(block_q, seen.end - f.i0);
-    const BackwardTile<T> tile = pass.recompute(f);
-    if (!tile.empty) {
-      pass.undo_functions(f);
-      if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, pass.s.dscores);
-      pass.add_products(f, tile.score, dq, turn);
-    }
+    pass.recompute(f, [&](const ScoreTile<T>& score) {
+      pass.undo_functions(score.frame);
+      if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, score.frame, pass.s.dscores);
+      pass.add_products(score, dq, turn);
+    });
     if (p.dq) turn.finish(step, next);
     step = next;
   }

@@ -20,8 +20,9 @@ void add_captured_of_block(Pass& pass, int64_t b, int64_t h, int64_t j0, double*
   for (int64_t i0 = seen.begin / block_q * block_q; i0 < seen.end; i0 += block_q) {
     const TileFrame f{b,    h, i0, j0, std::min(block_q, seen.end - i0), keys, round_up_to_lanes<T>(keys),
                       false};
-    if (!pass.recompute(f).empty)
-      add_captured_gradients<T>(p, f, pass.s.mask.functions, pass.s.dscores, sums);
+    pass.recompute(f, [&](const ScoreTile<T>& score) {
+      add_captured_gradients<T>(p, score.frame, pass.s.mask.functions, pass.s.dscores, sums);
+    });
   }
 }
 

@@ -52,8 +52,9 @@ void add_shared_scores(Pass& pass, int64_t b, int64_t h, const Range& queries, c
     for (int64_t i0 = own.begin; i0 < own.end; i0 += block_q) {
       const TileFrame f{b,    h, i0, j0, std::min(block_q, own.end - i0), count, round_up_to_lanes<T>(count),
                         false};
-      if (pass.recompute(f).empty) continue;
-      add_to_mask_tile<T>(p.dmask, f, pass.s.dscores, pass.s.dmask, block_k);
+      pass.recompute(f, [&](const ScoreTile<T>&) {  // one part: a tile with a float mask is not cut
+        add_to_mask_tile<T>(p.dmask, f, pass.s.dscores, pass.s.dmask, block_k);
+      });
     }
   }
 }

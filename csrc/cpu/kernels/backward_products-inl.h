@@ -31,6 +31,16 @@ struct RowsInMemory {
   Rows<Row> as() const {
     return {static_cast<const Row*>(data), stride, cols};
   }
+  RowsInMemory from(int64_t row) const {
+    return {static_cast<const char*>(data) + row * stride * bytes_of(dtype), stride, cols, dtype};
+  }
+};
+
+// The keys that are loaded. A tile may have a part of them.
+struct KeyBlock {
+  int64_t j0 = 0, ld = 0;  // ld: the keys in whole vectors
+
+  int64_t first_key(const TileFrame& f) const { return f.j0 - j0; }
 };
 
 template <class In, class T>
@@ -43,6 +53,7 @@ struct BackwardProducts {
   T* finite_tile;   // [max(block_q, block_k)][max(D, D_v)]  for masked_gemm
   Tile<T> k, q, dout;
   RowsInMemory key_rows, value_rows;  // of the key block
+  KeyBlock block;
 
   // Whether S and dP are dot products of rows. With few queries, the transpositions of K and V take longer than the
   // products. Depends on the sequence's length alone. lse_is_exact() expects this order of sums after decode only.
@@ -69,8 +80,9 @@ struct BackwardProducts {
   void load_keys(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
     key_rows = RowsInMemory::of(p.k, p.dtype, b, h_kv, j0, p.sizes.head_dim);
     value_rows = RowsInMemory::of(p.v, p.dtype, b, h_kv, j0, p.sizes.head_dim_v);
+    block = {j0, round_up_to_lanes<T>(keys)};
     if (!multiplies_rows(p)) {
-      const int64_t ld = round_up_to_lanes<T>(keys);
+      const int64_t ld = block.ld;
       load_tile_transposed_of<In, T>(p.k, p.dtype, b, h_kv, j0, keys, key_rows.cols, k_transposed, ld);
       load_tile_transposed_of<In, T>(p.v, p.dtype, b, h_kv, j0, keys, value_rows.cols, v_transposed, ld);
     }
@@ -81,35 +93,36 @@ struct BackwardProducts {
     q = load_tile_of<In, T>(p.q, p.dtype, f.b, f.h, f.i0, f.queries, p.sizes.head_dim, q_tile);
     if (multiplies_rows(p)) {
       T* to = accumulate ? finite_tile : out;
-      multiply_rows(f, q, key_rows, product_scale<T>(p), to);
+      multiply_rows(f, q, key_rows.from(block.first_key(f)), product_scale<T>(p), to);
       if (accumulate) add_rows<T>(out, to, f.queries * f.ld);
       return;
     }
-    gemm<T>(
-        f.queries, f.ld,
-        {p.sizes.head_dim, q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, accumulate, product_scale<T>(p)});
+    gemm<T>(f.queries, f.ld,
+            {p.sizes.head_dim, q.data, q.ld, 1, k_transposed + block.first_key(f), block.ld, out, f.ld,
+             accumulate, product_scale<T>(p)});
   }
 
   void dprobs(const BackwardParams& p, const TileFrame& f, T* out) {
     dout = load_tile_of<In, T>(p.dout, p.dtype, f.b, f.h, f.i0, f.queries, p.sizes.head_dim_v, dout_tile);
-    if (multiplies_rows(p)) return multiply_rows(f, dout, value_rows, T(1), out);
+    if (multiplies_rows(p)) return multiply_rows(f, dout, value_rows.from(block.first_key(f)), T(1), out);
     gemm<T>(f.queries, f.ld,
-            {p.sizes.head_dim_v, dout.data, dout.ld, 1, v_transposed, f.ld, out, f.ld, false});
+            {p.sizes.head_dim_v, dout.data, dout.ld, 1, v_transposed + block.first_key(f), block.ld, out,
+             f.ld, false});
   }
 
   void add_dv(const BackwardParams& p, const ScoreTile<T>& score, const T* probs, T* dv) const {
     const TileFrame& f = score.frame;
-    const int64_t d_v = p.sizes.head_dim_v;
+    const int64_t d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<T>(d_v);
     masked_gemm<T>(score, true, f.keys, d_v,
-                   {f.queries, probs, 1, f.ld, dout.data, dout.ld, dv, round_up_to_lanes<T>(d_v), true},
+                   {f.queries, probs, 1, f.ld, dout.data, dout.ld, dv + block.first_key(f) * ld, ld, true},
                    finite_tile);
   }
 
   void add_dk(const BackwardParams& p, const ScoreTile<T>& score, const T* dscores, T* dk) const {
     const TileFrame& f = score.frame;
-    const int64_t d = p.sizes.head_dim;
+    const int64_t d = p.sizes.head_dim, ld = round_up_to_lanes<T>(d);
     masked_gemm<T>(score, true, f.keys, d,
-                   {f.queries, dscores, 1, f.ld, q.data, q.ld, dk, round_up_to_lanes<T>(d), true},
+                   {f.queries, dscores, 1, f.ld, q.data, q.ld, dk + block.first_key(f) * ld, ld, true},
                    finite_tile);
   }
 
@@ -117,7 +130,8 @@ struct BackwardProducts {
               const DqRows<T>& dq) const {
     const TileFrame& f = score.frame;
     masked_gemm<T>(score, false, f.queries, p.sizes.head_dim,
-                   {f.keys, dscores, f.ld, 1, k.data, k.ld, dq.data + f.i0 * dq.ld, dq.ld, true},
+                   {f.keys, dscores, f.ld, 1, k.data + block.first_key(f) * k.ld, k.ld,
+                    dq.data + f.i0 * dq.ld, dq.ld, true},
                    finite_tile);
   }
 
@@ -156,6 +170,7 @@ struct BackwardProducts<BFloat16, float> {
   Pair* across;   // [max(block_q, block_k) / 2][max(D, D_v)]   dO or Q, or K without rows that are not finite
   Pair* weights;  // [block_q][block_k / 2], or [block_k][block_q / 2]   P or dS
   Rows<BFloat16> k;  // the key block
+  KeyBlock block;
 
   static BackwardProducts allocate(Arena& arena, const BackwardParams& p) {
     const auto [block_q, block_k] = fitted(backward_tiling<float>(), p.sizes);
@@ -174,11 +189,12 @@ struct BackwardProducts<BFloat16, float> {
   }
 
   void load_keys(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
-    const int64_t ld = round_up_to_lanes<float>(keys), d = p.sizes.head_dim;
+    const int64_t d = p.sizes.head_dim;
+    block = {j0, round_up_to_lanes<float>(keys)};
     k = {p.k.row<BFloat16>(b, h_kv, j0), p.k.stride_s, d};
-    load_pairs_transposed(k.data, k.stride, keys, d, k_transposed, ld);
+    load_pairs_transposed(k.data, k.stride, keys, d, k_transposed, block.ld);
     load_pairs_transposed(p.v.row<BFloat16>(b, h_kv, j0), p.v.stride_s, keys, p.sizes.head_dim_v,
-                          v_transposed, ld);
+                          v_transposed, block.ld);
     load_pairs_across(k.data, k.stride, keys, d, k_across, round_up_to_lanes<float>(d));
   }
 
@@ -186,9 +202,9 @@ struct BackwardProducts<BFloat16, float> {
     const int64_t d = p.sizes.head_dim;
     const Tile<Pair> q =
         load_pair_rows(p.q.row<BFloat16>(f.b, f.h, f.i0), p.q.stride_s, f.queries, d, q_rows);
-    gemm<float, Pair>(
-        f.queries, f.ld,
-        {pairs_of(d), q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, accumulate, product_scale<float>(p)});
+    gemm<float, Pair>(f.queries, f.ld,
+                      {pairs_of(d), q.data, q.ld, 1, k_transposed + block.first_key(f), block.ld, out, f.ld,
+                       accumulate, product_scale<float>(p)});
   }
 
   void dprobs(const BackwardParams& p, const TileFrame& f, float* out) const {
@@ -196,7 +212,8 @@ struct BackwardProducts<BFloat16, float> {
     const Tile<Pair> dout =
         load_pair_rows(p.dout.row<BFloat16>(f.b, f.h, f.i0), p.dout.stride_s, f.queries, d_v, dout_rows);
     gemm<float, Pair>(f.queries, f.ld,
-                      {pairs_of(d_v), dout.data, dout.ld, 1, v_transposed, f.ld, out, f.ld, false});
+                      {pairs_of(d_v), dout.data, dout.ld, 1, v_transposed + block.first_key(f), block.ld, out,
+                       f.ld, false});
   }
 
   void add_dv(const BackwardParams& p, const ScoreTile<float>& score, const float* probs, float* dv) const {
@@ -213,21 +230,23 @@ struct BackwardProducts<BFloat16, float> {
   void add_dq(const BackwardParams&, const ScoreTile<float>& score, const float* dscores,
               const DqRows<float>& dq) const {
     const TileFrame& f = score.frame;
-    const int64_t ld = round_up_to_lanes<float>(k.cols);
+    const int64_t ld = round_up_to_lanes<float>(k.cols), first = block.first_key(f);
+    const Rows<BFloat16> rows{k.row(first), k.stride, k.cols};
     float* sum = dq.data + f.i0 * dq.ld;
-    const bool clear = score.partial && !rows_are_finite<BFloat16, float>(k, f.keys);
+    const bool clear = score.partial && !rows_are_finite<BFloat16, float>(rows, f.keys);
     if (clear) {  // clears a copy: other tiles need the key block unchanged
-      load_pairs_across(k.data, k.stride, f.keys, k.cols, across, ld);
-      clear_rows_not_finite(k, f.keys, across, ld);
+      load_pairs_across(rows.data, rows.stride, f.keys, k.cols, across, ld);
+      clear_rows_not_finite(rows, f.keys, across, ld);
     }
     // Padding lanes of dS are 0, so an odd number of keys may end with half a pair.
     for (int64_t n = 0; n < f.queries * f.ld; n += kLanes<float>)
       store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(weights) + n, load<float>(dscores + n));
-    gemm<float, Pair>(
-        f.queries, k.cols,
-        {pairs_of(f.keys), weights, f.ld / 2, 1, clear ? across : k_across, ld, sum, dq.ld, true});
+    gemm<float, Pair>(f.queries, k.cols,
+                      {pairs_of(f.keys), weights, f.ld / 2, 1, clear ? across : k_across + first / 2 * ld, ld,
+                       sum, dq.ld, true});
     if (clear)
-      add_rows_not_finite<BFloat16, float>(score, false, f.queries, dscores, f.ld, 1, k, f.keys, sum, dq.ld);
+      add_rows_not_finite<BFloat16, float>(score, false, f.queries, dscores, f.ld, 1, rows, f.keys, sum,
+                                           dq.ld);
   }
 
  private:
@@ -239,6 +258,7 @@ struct BackwardProducts<BFloat16, float> {
     load_pairs_across(rows.data, rows.stride, f.queries, rows.cols, across, ld);
     const bool cleared = score.partial && clear_rows_not_finite(rows, f.queries, across, ld);
     const LeftPairs left = transposed_pairs(factor, f.queries, f.ld, weights);
+    sum += block.first_key(f) * ld;
     gemm<float, Pair>(f.keys, rows.cols,
                       {pairs_of(f.queries), left.data, left.row, left.depth, across, ld, sum, ld, true});
     if (cleared)

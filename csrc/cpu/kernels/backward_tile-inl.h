@@ -89,19 +89,17 @@ FA_INLINE Vec<T> prob_of(Vec<T> score, Terms reference, Terms correction) {
              : prob_exp<In, T>((score - reference) - correction, T(kLog2E), Exp2<T>::kLowestProb);
 }
 
-template <class T>
-struct BackwardTile {
-  bool empty;  // every element is masked: nothing was computed
-  ScoreTile<T> score;
-};
-
-// Fills s.probs with the scores of the tile.
-template <class In, class T>
-BackwardTile<T> recompute_scores(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f) {
-  const MaskTile<T> mask = with_functions<T>(p, f, load_mask_tile<T>(p.mask, f, s.mask), s.mask.functions);
-  if (mask.masked == TileMask::kAll) return {true, {}};
-  s.products.scores(p, f, s.probs);
-  return {false, finish_scores<T>(p, f, mask, s.probs, s.tanh_tile)};
+// Calls use(score) for each part of a tile that is not masked, with the scores in s.probs.
+template <class In, class T, class Use>
+void for_each_part(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& whole,
+                   const Use& use) {
+  const MaskTile<T> mask =
+      with_functions<T>(p, whole, load_mask_tile<T>(p.mask, whole, s.mask), s.mask.functions);
+  if (mask.masked == TileMask::kAll) return;
+  for_each_seen_part(whole, mask, [&](const TileFrame& f, const MaskTile<T>& own) {
+    s.products.scores(p, f, s.probs);
+    use(finish_scores<T>(p, f, own, s.probs, s.tanh_tile));
+  });
 }
 
 // Fills s.dscores with dP.
@@ -119,13 +117,11 @@ void load_dprobs(const BackwardParams& p, BackwardScratch<In, T>& s, const TileF
   });
 }
 
-// Fills s.probs with P and s.dscores with dS for tile f. `rows` belong to the tile's head.
+// Replaces the scores in s.probs by P, and fills s.dscores with dS. `rows` belong to the tile's head.
 template <class In, class T>
-BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f,
-                               const RowTerms<T>& rows) {
+void finish_tile(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f,
+                 const RowTerms<T>& rows) {
   constexpr int L = kLanes<T>;
-  BackwardTile<T> tile = recompute_scores<In, T>(p, s, f);
-  if (tile.empty) return tile;
 
   load_dprobs<In, T>(p, s, f);
   if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
@@ -150,5 +146,4 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& 
       }
     }
   });
-  return tile;
 }

@@ -85,32 +85,17 @@ struct DoubleBackwardPass {
     s.t_products.load_keys(with_t_kv, b, h_kv, j0, keys);
   }
 
-  // Writes G to s.dscores, R P (e - mu) to s.probs and dS to s.t_scores.
-  BackwardTile<T> recompute(const TileFrame& f) {
-    const BackwardTile<T> tile = recompute_scores<In, T>(p, s, f);
-    if (tile.empty) return tile;
-    s.products.dprobs(p, f, s.dscores);
-    s.t_products.dprobs(with_t_kv, f, s.t_dprobs);
-    s.t_products.scores(with_t_kv, f, s.t_scores);
-    s.products.scores(with_t_q, f, s.t_scores, true);
-    finish_tangents<T>(p, p.tangents, f, s.tanh_tile, s.t_mask_tile, s.t_scores, s.curvature);
-    if (p.dropout) {
-      load_dropout_tile<T>(p, f, s.dropout_tile);
-      for (T* product : {s.dscores, s.t_dprobs}) multiply_rows<T>(product, s.dropout_tile, f.queries * f.ld);
-    }
-    const RowTerms<T> rows = w.rows.of_head(p, f.b, f.h);
-    const int64_t at = p.lse_index(f.b, f.h, 0);
-    for (int64_t r = 0; r < f.queries; ++r) {
-      const int64_t i = f.i0 + r;
-      finish_row_of_tile(f, r,
-                         {rows.reference[i], rows.correction[i], rows.delta[i],
-                          static_cast<const T*>(p.t_lse)[at + i], w.gamma[at + i]});
-    }
-    if (p.dropout) multiply_rows<T>(s.probs, s.dropout_tile, f.queries * f.ld);
-    return tile;
+  // Calls use(score) for a tile that is not masked, with G in s.dscores, R P (e - mu) in s.probs and dS in s.t_scores.
+  template <class Use>
+  void recompute(const TileFrame& whole, const Use& use) {
+    for_each_part<In, T>(p, s, whole, [&](const ScoreTile<T>& score) {
+      finish_tile(score.frame);
+      use(score);
+    });
   }
 
-  void add_products(const TileFrame& f, const ScoreTile<T>& score, const DqRows<T>& dq, const Turn& turn) {
+  void add_products(const ScoreTile<T>& score, const DqRows<T>& dq, const Turn& turn) {
+    const TileFrame& f = score.frame;
     if (p.dv) s.t_products.add_dv(p, score, s.probs, s.dv);
     unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
     unscale_dscores<T>(p, f, s.tanh_tile, s.t_scores);
@@ -131,6 +116,28 @@ struct DoubleBackwardPass {
   }
 
  private:
+  // Replaces the scores of a tile by R P (e - mu), and computes G and dS.
+  void finish_tile(const TileFrame& f) {
+    s.products.dprobs(p, f, s.dscores);
+    s.t_products.dprobs(with_t_kv, f, s.t_dprobs);
+    s.t_products.scores(with_t_kv, f, s.t_scores);
+    s.products.scores(with_t_q, f, s.t_scores, true);
+    finish_tangents<T>(p, p.tangents, f, s.tanh_tile, s.t_mask_tile, s.t_scores, s.curvature);
+    if (p.dropout) {
+      load_dropout_tile<T>(p, f, s.dropout_tile);
+      for (T* product : {s.dscores, s.t_dprobs}) multiply_rows<T>(product, s.dropout_tile, f.queries * f.ld);
+    }
+    const RowTerms<T> rows = w.rows.of_head(p, f.b, f.h);
+    const int64_t at = p.lse_index(f.b, f.h, 0);
+    for (int64_t r = 0; r < f.queries; ++r) {
+      const int64_t i = f.i0 + r;
+      finish_row_of_tile(f, r,
+                         {rows.reference[i], rows.correction[i], rows.delta[i],
+                          static_cast<const T*>(p.t_lse)[at + i], w.gamma[at + i]});
+    }
+    if (p.dropout) multiply_rows<T>(s.probs, s.dropout_tile, f.queries * f.ld);
+  }
+
   // Computes one row of the tile. Masked elements and padding become 0, also if they are NaN.
   void finish_row_of_tile(const TileFrame& f, int64_t r, const SecondOrderRow<T>& row) const {
     for (int64_t n = r * f.ld; n < (r + 1) * f.ld; n += kLanes<T>) {

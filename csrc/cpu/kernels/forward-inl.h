@@ -84,12 +84,11 @@ struct QueryBlock {
   // Adds the keys of the tile from j0 on. `tiles`: the tiles of these keys, if another block has loaded them.
   void attend(int64_t j0, typename ForwardProducts<In, T>::Loaded& tiles) const {
     const T scale = unit == T(1) ? product_scale<T>(p) : T(1);
-    constexpr int64_t kRegisterRows = 16;
-    TileFrame f{b, h, i0, j0, queries, std::min(forward_tiling<T>().block_k, keys.end - j0), ld, true};
-    const MaskTile<T> mask = with_functions<T>(p, f, load_mask_tile<T>(p, f, s.mask), s.mask.functions);
+    const TileFrame whole{b,  h,   i0, j0, queries, std::min(forward_tiling<T>().block_k, keys.end - j0),
+                          ld, true};
+    MaskTile<T> mask = with_functions<T>(p, whole, load_mask_tile<T>(p, whole, s.mask), s.mask.functions);
     if (mask.masked == TileMask::kAll) return;
-    // The products skip keys at the end of the tile that no query sees.
-    f.keys = std::min(f.keys, ceil_div(mask.seen_keys, kRegisterRows) * kRegisterRows);
+    const TileFrame f = cut_keys<T>(whole, mask);
 
     MaskLines ahead(p, f);
     GradualPrefetch gradual(ahead, ahead.count(), f.keys * ld / kLanes<T>);

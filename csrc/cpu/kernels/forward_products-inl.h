@@ -11,7 +11,17 @@
 template <class E>
 struct LoadedTiles {
   Tile<E> k{}, v{};
-  int64_t k_rows = 0, v_rows = 0;  // 0: not loaded
+  Range k_keys{}, v_keys{};  // empty: not loaded
+
+  // Returns the rows of a tile's keys. load() loads rows that `keys` does not contain.
+  template <class Load>
+  static Tile<E> rows_of(const TileFrame& f, Tile<E>& tile, Range& keys, const Load& load) {
+    if (f.j0 < keys.begin || f.j0 + f.keys > keys.end) {
+      tile = load();
+      keys = {f.j0, f.j0 + f.keys};
+    }
+    return {tile.data + (f.j0 - keys.begin) * tile.ld, tile.ld};
+  }
 };
 
 template <class In, class T>
@@ -51,14 +61,12 @@ struct ForwardProducts {
     load_tile_transposed_of<In, T>(p.q, dtype, b, h, i0, queries, p.sizes.head_dim, q_transposed, ld);
   }
 
-  // `loaded` (or null): a tile with as many keys, or more, is not loaded again.
+  // `loaded` (or null): keys that it has are not loaded again.
   void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false,
               PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
     const int64_t d = p.sizes.head_dim;
-    const Tile<T> k = loaded && loaded->k_rows >= f.keys
-                          ? loaded->k
-                          : load_rows(p, p.k, p.varlen.cache.k_scale, f, d, k_tile);
-    if (loaded) loaded->k = k, loaded->k_rows = f.keys;
+    const auto load = [&] { return load_rows(p, p.k, p.varlen.cache.k_scale, f, d, k_tile); };
+    const Tile<T> k = loaded ? Loaded::rows_of(f, loaded->k, loaded->k_keys, load) : load();
     gemm<T>(f.keys, f.ld,
             {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, prefetch_hook});
   }
@@ -83,10 +91,8 @@ struct ForwardProducts {
                   T* out, bool = false, Loaded* loaded = nullptr, PrefetchHook prefetch_hook = {}) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
-    const Tile<T> v = loaded && loaded->v_rows >= f.keys
-                          ? loaded->v
-                          : load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, v_tile);
-    if (loaded) loaded->v = v, loaded->v_rows = f.keys;
+    const auto load = [&] { return load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, v_tile); };
+    const Tile<T> v = loaded ? Loaded::rows_of(f, loaded->v, loaded->v_keys, load) : load();
     masked_gemm<T>(score, true, f.queries, d_v,
                    {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale,
                     prefetch_hook},
@@ -167,8 +173,7 @@ struct ForwardProducts<BFloat16, float> {
                                                          f.b, h_kv, f.j0, f.keys, d, row_copy, d);
       return load_pair_rows(rows.data, rows.stride, f.keys, d, k_tile);
     };
-    const Tile<Pair> k = loaded && loaded->k_rows == f.keys ? loaded->k : load();
-    if (loaded) loaded->k = k, loaded->k_rows = f.keys;
+    const Tile<Pair> k = loaded ? Loaded::rows_of(f, loaded->k, loaded->k_keys, load) : load();
     gemm<float, Pair>(f.keys, f.ld,
                       {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale,
                        nullptr, prefetch_hook});
@@ -205,9 +210,12 @@ struct ForwardProducts<BFloat16, float> {
     }
     const Rows<BFloat16> v = rows_of_tile<BFloat16>(p, p.v, multiplied ? CacheScale{} : scale, f.b, h_kv,
                                                     f.j0, f.keys, d_v, row_copy, d_v);
-    if (!loaded || loaded->v_rows != f.keys) load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
+    const Range keys{f.j0, f.j0 + f.keys};
+    const bool is_loaded = loaded && loaded->v_keys.begin == keys.begin && loaded->v_keys.end == keys.end;
+    if (!is_loaded) load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
     const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
-    if (loaded) loaded->v_rows = cleared ? 0 : f.keys;  // a block without masked keys needs the cleared rows
+    if (loaded)
+      loaded->v_keys = cleared ? Range{} : keys;  // a block without masked keys needs the cleared rows
     const LeftPairs left =
         packed ? probs_operand(prob_pairs, f.keys, f.ld) : transposed_pairs(probs, f.keys, f.ld, prob_pairs);
     gemm<float, Pair>(f.queries, d_v,

@@ -21,14 +21,6 @@ inline uint64_t every_key_of(const TileFrame& f) {
   return f.keys == 64 ? ~uint64_t{0} : (uint64_t{1} << f.keys) - 1;
 }
 
-inline uint64_t bits_of_query(const VisibleKeys& keys, int64_t query) {
-  return keys.words[query] | uint64_t{keys.words[keys.ld + query]} << VisibleKeys::kWord;
-}
-inline void set_bits_of_query(const VisibleKeys& keys, int64_t query, uint64_t bits) {
-  keys.words[query] = static_cast<uint32_t>(bits);
-  keys.words[keys.ld + query] = static_cast<uint32_t>(bits >> VisibleKeys::kWord);
-}
-
 // Stores which keys the mask function shows to each query of the tile, as bits.
 template <class T>
 void load_mask_function(const AttentionParams& p, const TileFrame& f, const FunctionMemory<T>& memory) {
@@ -88,7 +80,7 @@ inline StatesOfTile states_of_tile(const AttentionParams& p, const TileFrame& f)
 inline void apply_blocks(const AttentionParams& p, const TileFrame& f, const VisibleKeys& visible) {
   const BlockStates& blocks = p.functions->blocks;
   for (int64_t q = 0; q < f.queries; ++q) {
-    uint64_t bits = bits_of_query(visible, q);
+    uint64_t bits = visible.bits(q);
     for (int64_t j = f.j0, end; j < f.j0 + f.keys; j = end) {
       end = std::min((j / blocks.block_k + 1) * blocks.block_k, f.j0 + f.keys);
       const int64_t count = end - j;
@@ -97,7 +89,7 @@ inline void apply_blocks(const AttentionParams& p, const TileFrame& f, const Vis
       if (state == BlockStates::kHidden) bits &= ~block;
       if (state == BlockStates::kFull) bits |= block;
     }
-    set_bits_of_query(visible, q, bits);
+    visible.set_bits(q, bits);
   }
 }
 
@@ -112,8 +104,6 @@ MaskTile<T> with_functions(const AttentionParams& p, const TileFrame& f, MaskTil
   if (states.is_full()) return tile;
   const VisibleKeys& visible = memory.visible;
   if (states.is_hidden()) {
-    std::fill(visible.words, visible.words + 2 * visible.ld, 0u);
-    tile.visible = visible;
     tile.masked = TileMask::kAll;
     return tile;
   }
@@ -129,17 +119,82 @@ MaskTile<T> with_functions(const AttentionParams& p, const TileFrame& f, MaskTil
   const uint64_t every_key = every_key_of(f);
   uint64_t seen_by_all = every_key, seen_by_any = 0;
   for (int64_t q = 0; q < f.queries; ++q) {
-    uint64_t bits = bits_of_query(visible, q) & every_key;
-    if (tile.visible) bits &= bits_of_query(tile.visible, q);
-    set_bits_of_query(visible, q, bits);
+    uint64_t bits = visible.bits(q) & every_key;
+    if (tile.visible) bits &= tile.visible.bits(q);
+    visible.set_bits(q, bits);
     seen_by_all &= bits;
     seen_by_any |= bits;
   }
   if (seen_by_all == every_key) return tile;
   tile.visible = visible;
   tile.masked = seen_by_any == 0 ? TileMask::kAll : TileMask::kSome;
-  tile.seen_keys = seen_by_any == 0 ? 0 : VisibleKeys::kKeys - __builtin_clzll(seen_by_any);
+  if (seen_by_any == 0) return tile;
+  tile.seen_keys = {__builtin_ctzll(seen_by_any), VisibleKeys::kKeys - __builtin_clzll(seen_by_any)};
   return tile;
+}
+
+// A part of a tile that contains all visible elements of some queries, in steps of 16 queries and keys.
+struct SeenPart {
+  Range queries, keys;  // of the tile
+
+  static SeenPart of(const VisibleKeys& visible, const TileFrame& f, const Range& queries) {
+    Range rows{queries.end, queries.begin};
+    uint64_t seen = 0;
+    for (int64_t q = queries.begin; q < queries.end; ++q) {
+      const uint64_t bits = visible.bits(q);
+      if (bits == 0) continue;
+      rows = {std::min(rows.begin, q), q + 1};
+      seen |= bits;
+    }
+    if (seen == 0) return {};
+    return {in_steps(rows, f.queries), in_steps({__builtin_ctzll(seen), 64 - __builtin_clzll(seen)}, f.keys)};
+  }
+  // A step is a multiple of vectors, and of a call of Philox (core/philox.h).
+  static Range in_steps(const Range& seen, int64_t count) {
+    constexpr int64_t kStep = 16;
+    return {seen.begin / kStep * kStep, std::min(ceil_div(seen.end, kStep) * kStep, count)};
+  }
+  int64_t elements() const { return (queries.end - queries.begin) * (keys.end - keys.begin); }
+};
+
+// Cuts a tile of the forward to the keys that `mask` shows. Then `mask` is the mask of the cut tile.
+template <class T>
+TileFrame cut_keys(TileFrame f, MaskTile<T>& mask) {
+  if (mask.seen_keys.end == 0) return f;
+  const Range keys = SeenPart::in_steps(mask.seen_keys, f.keys);
+  f.j0 += keys.begin;
+  f.keys = keys.end - keys.begin;
+  mask.visible.first_key += keys.begin;
+  if (mask.bias) mask.bias += keys.begin * f.ld;
+  return f;
+}
+
+// Calls use(frame, mask) for the parts of a tile of the backward that `mask` shows: two halves of the queries, if they
+// have few elements together, as on the diagonal of a causal mask. Otherwise one part.
+template <class T, class Use>
+void for_each_seen_part(const TileFrame& f, const MaskTile<T>& mask, const Use& use) {
+  // The rows of a bias have the distance f.ld.
+  if (mask.seen_keys.end == 0 || mask.bias) return use(f, mask);
+  const auto use_part = [&](const SeenPart& part) {
+    if (part.elements() == 0) return;
+    TileFrame own = f;
+    own.i0 += part.queries.begin;
+    own.queries = part.queries.end - part.queries.begin;
+    own.j0 += part.keys.begin;
+    own.keys = part.keys.end - part.keys.begin;
+    own.ld = round_up_to_lanes<T>(own.keys);
+    MaskTile<T> own_mask = mask;
+    own_mask.visible.first_query += part.queries.begin;
+    own_mask.visible.first_key += part.keys.begin;
+    use(own, own_mask);
+  };
+  const int64_t half = std::min<int64_t>(f.queries, 32);
+  const SeenPart first = SeenPart::of(mask.visible, f, {0, half}),
+                 last = SeenPart::of(mask.visible, f, {half, f.queries}),
+                 whole = SeenPart::of(mask.visible, f, {0, f.queries});
+  if (4 * (first.elements() + last.elements()) > 3 * whole.elements()) return use_part(whole);
+  use_part(first);
+  use_part(last);
 }
 
 // Replaces the scores of a tile by the results of the user's function. A score of -inf counts as masked: `mask` hides
@@ -167,18 +222,17 @@ bool apply_score_function(const AttentionParams& p, const TileFrame& f, MaskTile
   std::memcpy(bytes, &any, sizeof any);
   if (std::all_of(bytes, bytes + sizeof any, [](uint8_t byte) { return byte == 0; })) return false;
 
-  const VisibleKeys& visible = memory.visible;
-  if (!mask.visible) {
-    for (int64_t q = 0; q < f.queries; ++q) set_bits_of_query(visible, q, every_key_of(f));
-  } else if (mask.visible.words != visible.words) {
-    for (int64_t q = 0; q < f.queries; ++q) set_bits_of_query(visible, q, bits_of_query(mask.visible, q));
+  if (mask.visible.words != memory.visible.words) {
+    const VisibleKeys others = mask.visible;  // of a bool mask
+    mask.visible = memory.visible;
+    for (int64_t q = 0; q < f.queries; ++q)
+      mask.visible.set_bits(q, others ? others.bits(q) : every_key_of(f));
   }
-  mask.visible = visible;
   for (int64_t r = 0; r < f.rows(); ++r)
     for (int64_t c = 0; c < f.lanes(); ++c)
       if (scores[r * f.ld + c] == kNegInf<T>) {
         const int64_t query = f.lanes_are_queries ? c : r, key = f.lanes_are_queries ? r : c;
-        set_bits_of_query(visible, query, bits_of_query(visible, query) & ~(uint64_t{1} << key));
+        mask.visible.set_bits(query, mask.visible.bits(query) & ~(uint64_t{1} << key));
       }
   return true;
 }

@@ -108,9 +108,21 @@ struct VisibleKeys {
   uint32_t* words =
       nullptr;  // [2][ld]: bit c % 32 of words[c / 32 * ld + query] is key c; null: no bool mask
   int64_t ld = 0;
+  int64_t first_query = 0, first_key = 0;  // of a part of the tile; first_key: a multiple of the lanes
 
   explicit operator bool() const { return words != nullptr; }
-  bool sees(int64_t query, int64_t key) const { return words[key / kWord * ld + query] >> (key % kWord) & 1; }
+  bool sees(int64_t query, int64_t key) const { return bits(query) >> key & 1; }
+
+  // The keys that one query sees, as bits.
+  uint64_t bits(int64_t query) const {
+    const uint32_t* low = words + first_query + query;
+    return (low[0] | uint64_t{low[ld]} << kWord) >> first_key;
+  }
+  void set_bits(int64_t query, uint64_t bits) const {
+    uint32_t* low = words + first_query + query;
+    low[0] = static_cast<uint32_t>(bits << first_key);
+    low[ld] = static_cast<uint32_t>(bits << first_key >> kWord);
+  }
 
   // Sets scores of one tile row to -inf where the key is not visible to the query.
   template <class T>
@@ -123,10 +135,12 @@ struct VisibleKeys {
       if (f.lanes_are_queries) {
         typedef uint32_t Words __attribute__((vector_size(4 * L)));
         Words queries;
-        std::memcpy(&queries, words + r / kWord * ld + c, sizeof queries);
-        seen = __builtin_convertvector(queries, Bits) & (one << (r % kWord));
+        const int64_t key = first_key + r;
+        std::memcpy(&queries, words + key / kWord * ld + first_query + c, sizeof queries);
+        seen = __builtin_convertvector(queries, Bits) & (one << (key % kWord));
       } else {
-        const uint32_t keys = words[c / kWord * ld + r] >> (c % kWord);
+        const int64_t key = first_key + c;
+        const uint32_t keys = words[key / kWord * ld + first_query + r] >> (key % kWord);
         seen = (Bits{} + keys) & (one << (Bits)iota<T>());
       }
       store<T>(scores + c, seen == Bits{} ? splat<T>(kNegInf<T>) : load<T>(scores + c));
@@ -184,7 +198,7 @@ struct MaskTile {
   VisibleKeys visible;
   const MaskParams* in_place = nullptr;  // a mask that finish_scores() reads in place
   FunctionMemory<T> functions;
-  int64_t seen_keys = VisibleKeys::kKeys;  // a mask of functions hides all later keys from all queries
+  Range seen_keys{};  // a mask of functions hides all other keys of the tile; empty: there is no such mask
 
   bool hides(const TileFrame& f, int64_t row, int64_t lane) const {
     if (visible && !(f.lanes_are_queries ? visible.sees(lane, row) : visible.sees(row, lane))) return true;

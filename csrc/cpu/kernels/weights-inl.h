@@ -37,16 +37,17 @@ BackwardWorkspace<T> allocate_weights_pass(Arena& arena, const WeightsParams& p,
 template <class In, class T>
 void add_weights_of_tile(const WeightsParams& p, BackwardScratch<In, T>& s, const TileFrame& f,
                          const RowTerms<T>& rows, T* sum) {
-  if (recompute_scores<In, T>(p, s, f).empty) return;
-  if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
-  for_row_size<In>(p.dtype, [&](auto element) {
-    for (int64_t r = 0; r < f.queries; ++r) {
-      const T reference = rows.reference[f.i0 + r], correction = rows.correction[f.i0 + r];
-      for (int64_t n = r * f.ld; n < (r + 1) * f.ld; n += kLanes<T>) {
-        const Vec<T> prob = prob_of<decltype(element), T>(load<T>(s.probs + n), reference, correction);
-        store<T>(sum + n, load<T>(sum + n) + (p.dropout ? prob * load<T>(s.dropout_tile + n) : prob));
+  for_each_part<In, T>(p, s, f, [&](const ScoreTile<T>&) {  // one part: there are no functions
+    if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
+    for_row_size<In>(p.dtype, [&](auto element) {
+      for (int64_t r = 0; r < f.queries; ++r) {
+        const T reference = rows.reference[f.i0 + r], correction = rows.correction[f.i0 + r];
+        for (int64_t n = r * f.ld; n < (r + 1) * f.ld; n += kLanes<T>) {
+          const Vec<T> prob = prob_of<decltype(element), T>(load<T>(s.probs + n), reference, correction);
+          store<T>(sum + n, load<T>(sum + n) + (p.dropout ? prob * load<T>(s.dropout_tile + n) : prob));
+        }
       }
-    }
+    });
   });
 }
 
