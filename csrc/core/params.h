@@ -94,6 +94,15 @@ struct MaskParams {
   FA_HOST_DEVICE bool only_masks() const {
     return dtype == DType::kBool && (!key_data || key_dtype == DType::kBool);
   }
+  // Returns the second mask as the first mask of a call.
+  MaskParams of_keys() const {
+    MaskParams keys;
+    keys.data = key_data;
+    keys.dtype = key_dtype;
+    keys.stride_b = key_stride_b;
+    keys.stride_k = key_stride_k;
+    return keys;
+  }
 };
 
 // ALiBi (Press et al. 2022): score += -slope * |i + diagonal - j|, slopes in acc type, (H) or (B, H) by

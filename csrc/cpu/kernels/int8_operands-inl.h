@@ -84,8 +84,7 @@ inline bool hides_key(const MaskParams& keys, int64_t b, int64_t j) {
 // Whether the masks hide key j of a batch from all heads and queries.
 inline bool is_hidden_from_all(const MaskParams& mask, int64_t b, int64_t j) {
   if (mask && mask.stride_h == 0 && mask.stride_q == 0 && hides_key(mask, b, j)) return true;
-  return mask.key_data &&
-         hides_key({mask.key_data, mask.key_dtype, mask.key_stride_b, 0, 0, mask.key_stride_k}, b, j);
+  return mask.key_data && hides_key(mask.of_keys(), b, j);
 }
 
 // The keys and values of all heads as integers. Written once for each call.

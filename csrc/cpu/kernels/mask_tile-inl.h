@@ -241,8 +241,7 @@ template <class T>
 inline MaskTile<T> load_mask_tile(const MaskParams& mask, const TileFrame& f, const MaskTile<T>& memory) {
   MaskTile<T> tile;
   if (mask) tile.add(mask, f, memory);
-  if (mask.key_data)
-    tile.add({mask.key_data, mask.key_dtype, mask.key_stride_b, 0, 0, mask.key_stride_k}, f, memory);
+  if (mask.key_data) tile.add(mask.of_keys(), f, memory);
   return tile;
 }
 
