@@ -18,7 +18,7 @@ from ._indexed import KeyNumbers
 from ._indexed_packed import prepare_cached
 from ._options import checked_options, operator_options
 from ._second_query import SecondQuery, join_caches
-from ._tensor_checks import check_are_dense, check_is_dense, check_no_tangents, check_not_differentiated
+from ._tensor_checks import check_are_dense, check_is_dense, check_no_gradients, check_no_tangents
 from .flex.attention import refuse_dtensors_with_functions, run_with_functions, with_functions
 
 # Names in the operators' error messages -> the caller's names.
@@ -85,7 +85,7 @@ class CacheCall:
 def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     """Returns (out, lse): (B, S_q, H, D_v) and (B, H, S_q), or packed like the queries."""
     q, cu_seqlens_q = call.tensors["q"], call.tensors["cu_seqlens_q"]
-    check_not_differentiated(
+    check_no_gradients(
         "flash_attn_with_kvcache",
         {name: call.tensors[name] for name in ("q", "k_cache", "v_cache", "k", "v", "qv")},
         way_out="flash_attn_varlen has gradients",

@@ -24,20 +24,24 @@ def check_are_dense(tensors: Mapping[str, Tensor | None], required: tuple[str, .
 
 
 def check_not_differentiated(function: str, tensors: Mapping[str, Tensor | None], *, way_out: str) -> None:
-    """Raises for a tensor with a gradient or a tangent, because the function has no derivative.
+    """Raises for a tensor with a gradient or a tangent, because the function has no derivative."""
+    check_no_gradients(function, tensors, way_out=way_out)
+    check_no_tangents(function, tensors)
 
-    Ignores values of other types, because later checks report them. ``way_out``: a sentence for the error about
-    gradients.
+
+def check_no_gradients(function: str, tensors: Mapping[str, Tensor | None], *, way_out: str) -> None:
+    """Raises for a tensor with a gradient, because the function has no backward.
+
+    Ignores values of other types, because later checks report them. ``way_out``: the last sentence of the error.
     """
+    if not torch.is_grad_enabled():
+        return
     for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            continue
-        if torch.is_grad_enabled() and t.requires_grad:
+        if isinstance(t, Tensor) and t.requires_grad:
             raise NotImplementedError(
                 f"{name}: got a tensor that requires a gradient; allowed in {function}: tensors that require none, or "
                 f"torch.no_grad(). {way_out}"
             )
-        check_no_tangents(function, {name: t})
 
 
 def check_no_tangents(function: str, tensors: Mapping[str, Tensor | None]) -> None:
