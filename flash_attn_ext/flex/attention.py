@@ -74,12 +74,14 @@ def flex_attention(
             raise ValueError("return_lse: got True with return_aux; allowed: one of them")
         if return_aux.max_scores:
             raise NotImplementedError("return_aux: got max_scores=True; allowed: lse")
-    result = run_if_ordinary(
-        enable_gqa, True, (query, key, value, *_NO_OTHER_TENSORS), (scale, *_DEFAULTS_AFTER_SCALE),
-        (score_mod, None, block_mask),
-    )  # fmt: skip
+    result = None
     # The kernels take one key head without enable_gqa. torch's function does not, so _expanded() raises.
-    if result is None or (not enable_gqa and key.shape[1] != query.shape[1]):
+    if enable_gqa or _have_same_heads(query, key):
+        result = run_if_ordinary(
+            enable_gqa, True, (query, key, value, *_NO_OTHER_TENSORS), (scale, *_DEFAULTS_AFTER_SCALE),
+            (score_mod, None, block_mask),
+        )  # fmt: skip
+    if result is None:
         key, value = _expanded(query, key, value, enable_gqa)
         tensors = NO_TENSORS | {"query": query, "key": key, "value": value}
         call = Call(_ops.DENSE, tensors, {"scale": None if scale is None else float(scale)})
@@ -218,6 +220,10 @@ def _check_functions(
         if mask_mod is not None:
             raise ValueError("mask_mod: got one with block_mask; allowed: one of them")
         check_block_mask(block_mask, query, None if is_packed else (query.shape[-2], key.shape[-2]))
+
+
+def _have_same_heads(query: Tensor, key: Tensor) -> bool:
+    return type(query) is Tensor and type(key) is Tensor and query.shape[1:2] == key.shape[1:2]
 
 
 def _expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:

@@ -313,8 +313,10 @@ def test_wrong_arguments_are_named():
         flex_attention(Q, Q, Q, block_mask=torch.ones(6, 6))
     with pytest.raises(NotImplementedError, match=r"max_scores"):
         flex_attention(Q, Q, Q, return_aux=AuxRequest(max_scores=True))
+    traced = []
     with pytest.raises(ValueError, match=r"key, value: got 1 heads for 2 query heads"):
-        flex_attention(Q, Q[:, :1], Q[:, :1])
+        flex_attention(Q, Q[:, :1], Q[:, :1], lambda s, *_: traced.append(s) or s)
+    assert not traced
     far = torch.full((6,), 2**40)
     with pytest.raises(ValueError, match=r"elements of 32 bits"):
         attend(lambda s, b, h, q, k: s + far[q])
