@@ -19,7 +19,7 @@ from ._indexed_packed import prepare_cached
 from ._options import checked_options, operator_options
 from ._second_query import SecondQuery, join_caches
 from ._tensor_checks import check_are_dense, check_is_dense, check_no_gradients, check_no_tangents
-from .flex.attention import refuse_dtensors_with_functions, run_with_functions, with_functions
+from .flex.attention import check_captured_tangents, refuse_dtensors_with_functions, run_with_functions, with_functions
 
 # Names in the operators' error messages -> the caller's names.
 _NAMES_OF_APPEND = {
@@ -123,7 +123,7 @@ def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> N
     if torch.compiler.is_compiling():  # torch.compile traces the graph before a row is written
         return
     traced = with_functions(attention, **call.functions)
-    check_no_tangents("flash_attn_with_kvcache", {"score_mod": traced.tensors["captured"]})
+    check_captured_tangents("flash_attn_with_kvcache", traced.tensors, call.functions)
     with _renamed_errors(_NAMES_OF_ATTENTION):
         _ops.check_cache_flex(traced.tensors, traced.options)
     block_mask, lengths = call.functions["block_mask"], attention.tensors["seqused_k"]

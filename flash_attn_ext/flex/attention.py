@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import _functorch, _ops, _packed
 from .._call import FUNCTIONS, Call
-from .._tensor_checks import some_dtensor
+from .._tensor_checks import check_no_tangents, some_dtensor
 from . import derivatives  # noqa: F401  registers kernels
 from .block_masks import WHOLE, check_block_mask, states_of
-from .functions import functions_of, is_traced
+from .functions import compile_functions, functions_of, is_traced
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
@@ -198,6 +199,26 @@ def _function_arguments(
         mask_mod, states, block_size = _mask_function(block_mask), states_of(block_mask), block_mask.BLOCK_SIZE
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     return (*functions_of(score_mod, mask_mod, query.device, dtype), states, *block_size)
+
+
+def check_captured_tangents(function: str, tensors: dict[str, Tensor | None], functions: dict[str, Any]) -> None:
+    """Raises for a captured tensor with a tangent. The error names the function of the user that captures the tensor.
+
+    ``tensors``: of the operator with ``functions``.
+    """
+    query, captured = tensors["query"], tensors["captured"]
+    if captured is None or forward_ad.unpack_dual(captured).tangent is None:
+        return
+    assert query is not None
+    score_mod, mask_mod, block_mask = (functions[name] for name in FUNCTIONS)
+    mask_name = "mask_mod" if block_mask is None else "block_mask"
+    if block_mask is not None:
+        mask_mod = _mask_function(block_mask)
+    compiled = compile_functions(score_mod, mask_mod, query.device, captured.dtype)
+    for name, traced in (("score_mod", compiled.score), (mask_name, compiled.mask)):
+        for t in () if traced is None else traced.floats:
+            check_no_tangents(function, {name: t})
+    check_no_tangents(function, {"score_mod, mask_mod": captured})
 
 
 def check_functions(call: Call, mask_mod: MaskMod | None, block_mask: "BlockMask | None") -> None:

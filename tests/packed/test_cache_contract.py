@@ -162,6 +162,25 @@ def test_a_tangent_is_refused_before_a_row_is_written(name):
     assert not k_cache.any()
 
 
+@pytest.mark.parametrize("name", ["mask_mod", "block_mask"])
+def test_a_tangent_belongs_to_the_function_that_captures_it(name):
+    q, caches = torch.randn(2, 2, H, D), torch.zeros(2, 2, ROWS, HK, D)
+    slopes = torch.ones(H)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.zeros(ROWS), torch.ones(ROWS))
+
+        def mask_mod(b, h, i, j):
+            return dual[j] >= 0
+
+        mask = mask_mod
+        if name == "block_mask":
+            mask = blocks(None, None)
+            mask.mask_mod = mask_mod
+        given = {"score_mod": lambda s, b, h, i, j: s * slopes[h], name: mask}
+        with pytest.raises(NotImplementedError, match=f"{name}: got a tensor with a tangent"):
+            flash_attn_with_kvcache(q, *caches, cache_seqlens=10, **given)
+
+
 def test_packed_queries_on_pages_compute_and_refuse_their_gradient():
     """flash-attention computes the forward of a call with a cache, even if an input requires a gradient."""
     pages = torch.randn(2, 4, 16, HK, D)
