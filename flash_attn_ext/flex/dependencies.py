@@ -6,6 +6,7 @@ Only functions with a new key are traced.
 import builtins
 import dis
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Container
@@ -139,8 +140,8 @@ class Dependencies:
                 self._names |= _names_of(cls.forward.__code__).attributes
                 self.add(cls.forward, depth)
                 self.is_complete &= not (value._forward_hooks or value._forward_pre_hooks)
-        elif is_called and callable(value) and not isinstance(_static_attribute(cls, "__call__"), types.FunctionType):
-            self.is_complete = False  # functools.lru_cache and other objects without Python code
+        elif is_called and callable(value):  # functools.lru_cache and other objects have no Python code
+            self.is_complete &= isinstance(inspect.getattr_static(cls, "__call__", None), types.FunctionType)
         held = {
             **held,
             **(held.get("_parameters") or {}),
@@ -309,13 +310,6 @@ def _is_trusted(module: str | None, value: object) -> bool:
 def _is_function_of_module(value: object) -> bool:
     """Whether a builtin function is no method of an object, as ``table.get`` is."""
     return type(value) is types.BuiltinFunctionType and isinstance(value.__self__, (types.ModuleType, type, type(None)))
-
-
-def _static_attribute(cls: type, name: str) -> object:
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    return None
 
 
 def _code_of(function: object) -> types.CodeType | None:
