@@ -16,7 +16,7 @@ from benchmarks import output
 from benchmarks.gpu import needs
 from benchmarks.gpu.problem import Problem, problems
 from benchmarks.gpu.timing import time_in_turn
-from benchmarks.gpu.worker import Worker, serve
+from benchmarks.gpu.worker import Worker, add_child_argument, child_command, serve
 
 LENGTHS, HEAD_DIMS = [16384, 1024, 4096], [128, 64]
 TILES = {64: (192, 128), 128: (128, 128)}  # query rows and keys of a tile, by head dimension
@@ -67,7 +67,7 @@ def text(record: dict) -> Iterator:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
+    add_child_argument(parser)
     parser.add_argument("--seconds", type=float, default=0.3, help="per problem")
     output.add_arguments(parser)
     args = parser.parse_args(argv)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         serve(measure)
         return 0
     record = {"machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}", "rows": [], "failed": []}
-    with Worker([sys.executable, "-m", __spec__.name, "--child"], needs.seconds_left() - AT_THE_END) as worker:
+    with Worker(child_command(__spec__.name), needs.seconds_left() - AT_THE_END) as worker:
         for problem in problems(LENGTHS, HEAD_DIMS):
             if not problem.causal:
                 continue

@@ -25,7 +25,7 @@ from benchmarks.gpu.compare_methods import ALLOWED, OURS, TORCHS, answer, median
 from benchmarks.gpu.figures import plot_comparison
 from benchmarks.gpu.problem import HEAD_DIMS, LENGTHS, Problem, problems
 from benchmarks.gpu.timing import name_of_dtype_16
-from benchmarks.gpu.worker import Worker, serve
+from benchmarks.gpu.worker import Worker, add_child_argument, child_command, serve
 
 PATIENCE = 10.0  # seconds for one call, in addition to the time of timing
 AT_THE_END = 5.0  # seconds of the stage for tables and figure
@@ -108,7 +108,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, help="seconds, after which no problem is begun; default: the stage's")
     parser.add_argument("--flush-l2", action="store_true", help="empty the GPU's cache before every call")
     parser.add_argument("--quick", action="store_true", help="fewer problems, fewer rounds")
-    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
+    add_child_argument(parser)
     output.add_arguments(parser)
     args = parser.parse_args(argv)
     args.lengths = args.lengths or ([8192, 1024] if args.quick else LENGTHS)
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.child:
         serve(answer)
         return
-    with Worker([sys.executable, "-m", __spec__.name, "--child"], needs.seconds_left() - AT_THE_END) as worker:
+    with Worker(child_command(__spec__.name), needs.seconds_left() - AT_THE_END) as worker:
         reply = worker.ask({"do": "peak"}, PATIENCE)
         if "error" in reply:
             sys.exit(f"the matmul that all is compared with: {reply['error']}")

@@ -19,7 +19,7 @@ from benchmarks.gpu import needs
 from benchmarks.gpu.figures import plot_decoding
 from benchmarks.gpu.kernels import kernels_of
 from benchmarks.gpu.timing import copy_bandwidth, dtype_16, time_in_turn
-from benchmarks.gpu.worker import Worker, serve
+from benchmarks.gpu.worker import Worker, add_child_argument, child_command, serve
 
 HEAD_DIM, ELEMENT_BYTES = 128, 2
 BATCHES, LENGTHS = [1, 4, 16, 64], [8192, 32768, 131072]
@@ -96,7 +96,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", help=f"default {LENGTHS}, with --quick 8192")
     parser.add_argument("--seconds", type=float, help="per problem; default 0.3, with --quick 0.1")
     parser.add_argument("--quick", action="store_true", help="fewer problems, fewer rounds")
-    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
+    add_child_argument(parser)
     output.add_arguments(parser)
     args = parser.parse_args(argv)
     args.batches = args.batches or ([1, 16] if args.quick else BATCHES)
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.child:
         serve(answer)
         return 0
-    with Worker([sys.executable, "-m", __spec__.name, "--child"], needs.seconds_left() - AT_THE_END) as worker:
+    with Worker(child_command(__spec__.name), needs.seconds_left() - AT_THE_END) as worker:
         record = measure_all(args, worker)
     output.write_text(text(record), args.text)
     plot_decoding(record, args.plot)

@@ -1,9 +1,11 @@
 """Runs tasks on the GPU in a separate process. If a task hangs or breaks the CUDA context, only its result is lost.
 
 The parent has a `Worker` and sends it one task after the other. If a task is too slow or kills its process, the result
-is an error, and the next task gets a new process. The child calls `serve`.
+is an error, and the next task gets a new process. The child calls `serve`. Parent and child are the same program:
+`add_child_argument` and `child_command`.
 """
 
+import argparse
 import json
 import os
 import select
@@ -16,6 +18,15 @@ from contextlib import suppress
 
 START_SECONDS = 60.0  # Python, torch and CUDA
 KILL_SECONDS = 5.0  # a process that the driver holds may not end at once
+
+
+def add_child_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """The command of a Worker: this program as a child. ``module``: the program's __spec__.name."""
+    return [sys.executable, "-m", module, *arguments, "--child"]
 
 
 class Worker:

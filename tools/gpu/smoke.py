@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.gpu import needs
-from benchmarks.gpu.worker import Worker, serve
+from benchmarks.gpu.worker import Worker, add_child_argument, child_command, serve
 from tools.gpu.calls import CALLS, Call, has_forward_mode, inputs
 
 PATIENCE = 8.0  # seconds for one call: milliseconds, and up to 5 seconds for the first import of torch.func
@@ -129,7 +129,7 @@ def parent_arguments(
     parser: argparse.ArgumentParser, answer: Callable[[dict], dict], argv: list[str] | None
 ) -> argparse.Namespace | None:
     """Returns the arguments in the parent. In the child it answers tasks on stdin, and then returns None."""
-    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
+    add_child_argument(parser)
     args = parser.parse_args(argv)
     if not args.child:
         needs.a_gpu_and_our_build()
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parent_arguments(parser, check, argv)
     if args is None:
         return 0
-    verdicts = run(args.tier, [sys.executable, "-m", __spec__.name, args.tier, "--child"])
+    verdicts = run(args.tier, child_command(__spec__.name, args.tier))
     return exit_status(args.tier, verdicts)
 
 

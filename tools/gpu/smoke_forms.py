@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import needs
 from benchmarks.gpu.timing import dtype_16
-from benchmarks.gpu.worker import Worker
+from benchmarks.gpu.worker import Worker, child_command
 from tools.gpu.smoke import ALLOWED, AT_THE_END, PATIENCE, dense, error, exit_status, judged, parent_arguments
 
 HEADS, HEADS_KV = 4, 2
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     if parent_arguments(parser, check, argv) is None:
         return 0
     verdicts = []
-    with Worker([sys.executable, "-m", __spec__.name, "--child"], needs.seconds_left() - AT_THE_END) as worker:
+    with Worker(child_command(__spec__.name), needs.seconds_left() - AT_THE_END) as worker:
         for name in FORMS:
             verdicts.append(verdict(name, worker.ask({"name": name}, PATIENCE)))
             print(verdicts[-1][1], flush=True)
