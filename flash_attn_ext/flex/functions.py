@@ -1,5 +1,6 @@
 """Converts the functions of a call to tensors of the operator: programs, and rows of captured elements."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -88,8 +89,11 @@ def compile_functions(
     score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, device: torch.device, dtype: torch.dtype
 ) -> Compiled:
     """Traces both functions, differentiates the score function, and encodes the programs."""
+    # If Dynamo cannot trace a call, it runs the call and compiles the functions that the call runs. In a compiled
+    # `with` of a mode an error leaves the mode on torch's stack.
+    compile_ = torch._dynamo.disable(_compile) if "torch._dynamo" in sys.modules else _compile
     with functions_are_traced():
-        return _compile(score_mod, mask_mod, device, dtype)
+        return compile_(score_mod, mask_mod, device, dtype)
 
 
 def _compile(

@@ -301,6 +301,19 @@ def test_an_error_names_the_line():
         assert "test_tracing.py" in lines_of(error)
 
 
+def test_dynamo_does_not_compile_the_tracer():
+    """Dynamo cannot trace this call, so it runs the call. A compiled tracer would leave its mode on torch's stack."""
+    row = torch.randn(6)
+    attention = torch.compile(
+        lambda q: flex_attention(q, q, q, lambda s, b, h, i, j: s + row[i:].sum()), backend="eager"
+    )
+    with pytest.raises(NotImplementedError) as error:
+        attention(Q)
+    names = [frame.name for frame in error.traceback if frame.path.name == "tracing.py"]
+    assert "trace" in names
+    assert not any("resume" in name for name in names)
+
+
 def test_wrong_arguments_are_named():
     causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 6, "cpu")
     with pytest.raises(TypeError, match=r"score_mod: got float; allowed: a function"):
