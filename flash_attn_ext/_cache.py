@@ -136,7 +136,8 @@ def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> N
     longest, covered = int(lengths.max()), min(block_mask.seq_lengths)
     states = traced.tensors["block_states"]
     assert states is not None
-    most = min(count * size for count, size in zip(states.shape[-2:], block_mask.BLOCK_SIZE, strict=True))
+    counts = states.shape[-2] - 1, states.shape[-1]  # row 0 is before the mask
+    most = min(count * size for count, size in zip(counts, block_mask.BLOCK_SIZE, strict=True))
     if longest > most or (longest > covered and longest > max(block_mask.BLOCK_SIZE)):
         raise ValueError(f"block_mask: got one for {covered} keys; allowed: at least the longest sequence's {longest}")
 

@@ -249,7 +249,7 @@ def of_cache(described: str, plan_of: Callable, call: Call, allocates: Mapping[s
         backward=None,
         gradients=(),
         deterministic=True,
-        functions=report_of(call.tensors) if "programs" in call.tensors else (),
+        functions=report_of(call.tensors, is_cache=True) if "programs" in call.tensors else (),
     )
 
 

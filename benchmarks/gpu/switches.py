@@ -1,14 +1,14 @@
-"""Times the sm90 forward with each switch of csrc/cuda/sm90/switches.h on and off, and compares the results.
+"""Times the sm90 kernels with each switch of csrc/cuda/sm90/switches.h on and off, and compares the results.
 
-Needs nvcc and a GPU of compute capability 9.0. The program is switches.cu. It is compiled once with the defaults, and
-once with each switch changed.
+Needs nvcc and a GPU of compute capability 9.0. The forward's program is switches.cu. It is compiled once with the
+defaults, and once with each switch changed. The backward has one switch, and switches_backward.cu has both kernels.
 """
 
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,8 @@ SOURCES = (
     "csrc/cuda/sm90/sorted_rounds.cpp",
     "csrc/cuda/sm90/task_rounds.cpp",
 )
+OF_BACKWARD = "FLASH_ATTN_EXT_SM90_BACKWARD_PAIRS"
+BACKWARD_SOURCES = ("benchmarks/gpu/switches_backward.cu",)
 PROGRAMS = ROOT / "build" / "gpu_switches"
 ROUNDS = 3  # the programs alternate; the best time counts
 PATIENCE = 10.0  # seconds for one program, which takes one second
@@ -31,8 +33,13 @@ AT_THE_END = 2.0  # seconds of the stage for the tables
 
 
 def switches() -> list[str]:
-    """Returns the switches of speed. The switches for shapes of wgmma change no kernel of this benchmark."""
-    return [name for name in defaults() if "_WGMMA_" not in name]
+    """Returns the forward's switches of speed. The switches for shapes of wgmma change no kernel of this benchmark."""
+    return [name for name in defaults() if "_WGMMA_" not in name and name != OF_BACKWARD]
+
+
+def programs() -> list[str | None]:
+    """Returns what is different in each program: nothing, a switch of the forward, or the backward."""
+    return [None, *switches(), OF_BACKWARD]
 
 
 def defaults() -> dict[str, int]:
@@ -47,25 +54,26 @@ def other_value(switch: str) -> int:
 
 
 def program(changed: str | None) -> Path:
-    """The program with this switch changed; None: with the defaults."""
+    """The program with this switch changed; None: with the defaults. OF_BACKWARD: the backward's program."""
     return PROGRAMS / (f"changed_{changed}" if changed else "defaults")
 
 
 def command(compiler: str, changed: str | None) -> list[str]:
     """Returns the command that compiles the program."""
-    define = [f"-D{changed}={other_value(changed)}"] if changed else []
-    sources = [str(ROOT / source) for source in SOURCES]
+    is_forward = changed != OF_BACKWARD
+    define = [f"-D{changed}={other_value(changed)}"] if changed and is_forward else []
+    sources = [str(ROOT / source) for source in (SOURCES if is_forward else BACKWARD_SOURCES)]
     return [compiler, *units.FLAGS, f"-I{ROOT}", *define, *sources, "-o", str(program(changed))]
 
 
 def is_compiled(changed: str | None) -> bool:
-    done, source = program(changed), ROOT / SOURCES[0]
+    done, source = program(changed), ROOT / (BACKWARD_SOURCES if changed == OF_BACKWARD else SOURCES)[0]
     return units.is_newer_than_sources(done) and done.stat().st_mtime > source.stat().st_mtime
 
 
 def compile_all(compiler: str) -> None:
     PROGRAMS.mkdir(parents=True, exist_ok=True)
-    running = [subprocess.Popen(command(compiler, changed)) for changed in (None, *switches())]
+    running = [subprocess.Popen(command(compiler, changed)) for changed in programs()]
     if any([process.wait() for process in running]):
         sys.exit("nvcc could not compile the switches' program")
 
@@ -84,16 +92,25 @@ def compare(on: list[str], off: list[str]) -> tuple[list[list[str]], bool]:
         best_on, best_off = (min(found[problem][0] for found in side) for side in rounds)
         equal = len({found[problem][1] for side in rounds for found in side}) == 1
         same &= equal
-        shape = f"D {problem[0]} S {problem[1]} {'causal' if problem[2] == '1' else 'full'}"
-        lines.append(
-            [shape, f"{best_on:.1f}", f"{best_off:.1f}", f"{best_off / best_on:.3f}", "yes" if equal else "NO"]
-        )
+        lines.append(_line(problem, best_on, best_off, equal))
     return lines, same
+
+
+def table_of_backward(said: str) -> tuple[list[list[str]], bool]:
+    """Returns the same for the backward's program, which runs both kernels and compares their gradients."""
+    rows = [line.split() for line in said.splitlines()]
+    lines = [_line(row, float(row[3]), float(row[4]), row[5] == "yes") for row in rows]
+    return lines, all(row[5] == "yes" for row in rows)
+
+
+def _line(problem: Sequence[str], on: float, off: float, equal: bool) -> list[str]:
+    shape = f"D {problem[0]} S {problem[1]} {'causal' if problem[2] == '1' else 'full'}"
+    return [shape, f"{on:.1f}", f"{off:.1f}", f"{off / on:.3f}", "yes" if equal else "NO"]
 
 
 def text(switch: str, lines: list[list[str]]) -> Iterator[str]:
     yield f"{switch}: microseconds with it and without it; above 1 it is worth having\n"
-    yield output.table(["", "with", "without", "ratio", "same out"], lines)
+    yield output.table(["", "with", "without", "ratio", "same results"], lines)
 
 
 def run(changed: str | None, end: float) -> str | None:
@@ -110,7 +127,7 @@ def run(changed: str | None, end: float) -> str | None:
 def try_to_compile() -> None:
     """Compiles in parallel to the build. If this fails, the stage `switches` compiles again and reports the failure."""
     compiler = units.nvcc()
-    if compiler and not all(is_compiled(changed) for changed in (None, *switches())):
+    if compiler and not all(is_compiled(changed) for changed in programs()):
         with suppress(SystemExit):
             compile_all(compiler)
 
@@ -122,7 +139,7 @@ def main() -> int:
         print("needs nvcc: CUDA_HOME, /usr/local/cuda and PATH have none")
         return 1
     end = time.monotonic() + needs.seconds_left() - AT_THE_END
-    if not all(is_compiled(changed) for changed in (None, *switches())):
+    if not all(is_compiled(changed) for changed in programs()):
         compile_all(compiler)
     found: dict[str | None, list[str]] = {changed: [] for changed in (None, *switches())}
     broken: set[str | None] = set()
@@ -140,6 +157,12 @@ def main() -> int:
             lines, same = compare(on, off)
             output.write_text(text(switch, lines), None)
             good &= same
+    of_backward = run(OF_BACKWARD, end)
+    if of_backward is None:
+        return 1
+    lines, same = table_of_backward(of_backward)
+    output.write_text(text(OF_BACKWARD, lines), None)
+    good &= same
     return 0 if good else 1
 
 

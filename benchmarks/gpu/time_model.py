@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import ROOT, output
@@ -73,12 +73,18 @@ class Tiling:
     keys: int
     owns_keys: bool  # True: a block owns a tile of keys and loops over queries. False: the reverse
     bytes: int = 2  # of an element
+    sharers: int = 1  # so many blocks of a cluster share what they load (multicast)
 
-    def loaded_bytes(self, dims: HeadDims) -> float:
-        """Bytes from L2 in an iteration: two tiles. The backward also adds a tile of dQ in fp32."""
-        if self.owns_keys:
-            return self.rows * (self.bytes * (dims.qk + dims.v) + 4 * dims.qk)
-        return self.keys * self.bytes * (dims.qk + dims.v)
+    def tile_bytes(self, dims: HeadDims) -> float:
+        """Bytes of the two tiles that a block loads in an iteration."""
+        return (self.rows if self.owns_keys else self.keys) * self.bytes * (dims.qk + dims.v)
+
+    def added_bytes(self, dims: HeadDims) -> float:
+        """Bytes of the tile of dQ, in fp32, that the backward adds in an iteration."""
+        return self.rows * 4 * dims.qk if self.owns_keys else 0
+
+    def in_pairs(self) -> "Tiling":
+        return replace(self, sharers=2)
 
 
 TILINGS = {
@@ -105,6 +111,7 @@ SOURCES = {
     "backward": ("backward_bfloat16", r"\dbackward" + PLAIN),
     "float8": ("forward_float8", r"\dforward_float8_kernelILi(\d+)E()"),
 }
+IN_PAIRS = "backward", HeadDims(256, 256)  # the kernel that FLASH_ATTN_EXT_SM90_BACKWARD_PAIRS runs in pairs of blocks
 TRANSPOSERS = 3  # warps of the float8 forward that transpose V
 
 
@@ -198,11 +205,9 @@ def transposition(loop: list[sass_listing.Instruction], tiling: Tiling, dims: He
 
 
 def iteration_of(
-    its_program: Program, tiling: Tiling, dims: HeadDims, others: dict[str, float] | None = None, sharing: int = 1
+    its_program: Program, tiling: Tiling, dims: HeadDims, others: dict[str, float] | None = None
 ) -> Iteration:
-    """``others``: cycles of the units in which other warps than the consumers' use them. ``sharing``: so many blocks
-    share what they load (multicast in a cluster), and add up dQ before they write it.
-    """
+    """``others``: cycles of the units in which other warps than the consumers' use them."""
     total: dict[str, float] = {"tensor": 0.0, "shared memory": 0.0}
     for step in its_program:
         if isinstance(step, Product):
@@ -211,9 +216,9 @@ def iteration_of(
         elif isinstance(step, Work):
             for unit, cycles in step.units.items():
                 total[unit] = total.get(unit, 0.0) + cycles * tiling.consumers
-    loaded = tiling.loaded_bytes(dims)
-    total["shared memory"] += total.pop("lsu", 0.0) + loaded / SHARED_BYTES
-    total["L2"] = loaded / L2_BYTES / sharing
+    loaded, added = tiling.tile_bytes(dims), tiling.added_bytes(dims)
+    total["shared memory"] += total.pop("lsu", 0.0) + (loaded + added) / SHARED_BYTES
+    total["L2"] = (loaded / tiling.sharers + added) / L2_BYTES
     for unit, cycles in (others or {}).items():
         total[unit] = total.get(unit, 0.0) + cycles
     iterations = [simulate(its_program, tiling.consumers, n) for n in (ITERATIONS // 2, ITERATIONS)]
@@ -231,8 +236,8 @@ def tiles_of_tasks(problem: Problem, tiling: Tiling) -> list[int]:
     blocks = range(-(-problem.S // own))
     if not problem.causal:
         return [all_tiles for _ in blocks]
-    if tiling.owns_keys:
-        return [all_tiles - n * own // walked for n in blocks]
+    if tiling.owns_keys:  # blocks that share tiles visit the tiles that any of them sees
+        return [all_tiles - n // tiling.sharers * tiling.sharers * own // walked for n in blocks]
     return [min(all_tiles, -(-(n + 1) * own // walked)) for n in blocks]
 
 
@@ -250,10 +255,13 @@ def tasks_in_order(problem: Problem, tiling: Tiling, dims: HeadDims) -> list[int
     return order
 
 
-def deal_as_they_end(lengths: list[float]) -> list[float]:
-    """Returns the time of each multiprocessor. The first free multiprocessor gets the next block."""
-    free = [0.0] * MULTIPROCESSORS
-    for length in lengths:
+def deal_as_they_end(lengths: list[float], sharers: int = 1) -> list[float]:
+    """Returns the time of each multiprocessor. The first free multiprocessor gets the next block.
+
+    ``sharers``: so many blocks begin and end together.
+    """
+    free = [0.0] * (MULTIPROCESSORS // sharers)
+    for length in lengths[::sharers]:
         heapq.heapreplace(free, free[0] + length)
     return free
 
@@ -289,35 +297,37 @@ def seconds(problem: Problem, way: str, iteration: Iteration, tiling: Tiling, di
     tiles = tasks_in_order(problem, tiling, dims)
     lengths = [BLOCK_CYCLES + (count + 1) * iteration.cycles for count in tiles]
     is_persistent = way == "forward" and dims.qk <= 128
-    times = deal_in_rounds(tiles, lengths) if is_persistent else deal_as_they_end(lengths)
+    times = deal_in_rounds(tiles, lengths) if is_persistent else deal_as_they_end(lengths, tiling.sharers)
     # The backward's other kernels read out and dout, and write, read and round dQ's sums.
     bytes_around = 14 * problem.B * problem.H * problem.S * problem.D if way == "backward" else 0
     return max(times) / CLOCK + bytes_around / MEMORY_BYTES_PER_SECOND
 
 
-def prediction(problem: Problem, way: str, head_dim_v: int | None = None) -> dict | None:
+def prediction(problem: Problem, way: str, head_dim_v: int | None = None, *, in_pairs: bool = False) -> dict | None:
     """Returns TFLOP/s and the unit that bounds them. ``way``: "forward", "backward", or "float8", a forward.
 
-    None without the tools, or for a head dimension without a kernel.
+    None without the tools, or for a head dimension without a kernel. ``in_pairs``: with the switch of IN_PAIRS.
     """
     dims = HeadDims(problem.D, head_dim_v or problem.D)
-    iteration = iterations().get((way, dims))
+    iteration = iterations(in_pairs).get((way, dims))
     if iteration is None:
         return None
+    tiling = TILINGS[way, dims].in_pairs() if in_pairs else TILINGS[way, dims]
     flops = problem.flops(way == "backward") * dims.mean(way == "backward") / problem.D
     return {
-        "TFLOP/s": flops / seconds(problem, way, iteration, TILINGS[way, dims], dims) / 1e12,
+        "TFLOP/s": flops / seconds(problem, way, iteration, tiling, dims) / 1e12,
         "bound": iteration.bound,
     }
 
 
 @functools.cache
-def iterations(sharing: int = 1) -> dict[tuple[str, HeadDims], Iteration]:
+def iterations(in_pairs: bool = False) -> dict[tuple[str, HeadDims], Iteration]:
+    """``in_pairs``: as if each kernel ran in pairs of blocks. A loop in pairs has a few more instructions."""
     result = {}
     for (way, dims), code in kernels().items():
-        tiling = TILINGS[way, dims]
+        tiling = TILINGS[way, dims].in_pairs() if in_pairs else TILINGS[way, dims]
         others = transposition(sass_listing.copying_loop(code), tiling, dims) if way == "float8" else None
-        result[way, dims] = iteration_of(program(sass_listing.main_loop(code)), tiling, dims, others, sharing)
+        result[way, dims] = iteration_of(program(sass_listing.main_loop(code)), tiling, dims, others)
     return result
 
 
@@ -372,7 +382,7 @@ def compile_machine_code() -> None:
 def text() -> Iterator:
     yield f"Speed limit of the sm90 kernels at {CLOCK / 1e9:g} GHz, bf16 and fp8, by a model of their machine code"
     yield "Cycles of one iteration of a block's main loop, and the cycles that each unit alone would need. In pairs: if"
-    yield "two blocks shared what they load from L2, which no kernel does\n"
+    yield "two blocks shared what they load from L2. Only the backward at D 256 can, by a switch\n"
     columns = ["tensor", "exponentials", "issue", "ALU", "fp32", "shared memory", "L2", "transposition"]
     lines = []
     for kernel in TILINGS:
@@ -380,14 +390,17 @@ def text() -> Iterator:
         instructions = len(sass_listing.main_loop(kernels()[kernel]))
         line = [f"{way} {dims}", str(instructions), f"{iteration.cycles:.0f}"]
         units = [f"{iteration.units.get(unit, 0):.0f}" for unit in columns]
-        lines.append([*line, *units, iteration.bound, f"{iterations(2)[kernel].cycles:.0f}"])
+        lines.append([*line, *units, iteration.bound, f"{iterations(True)[kernel].cycles:.0f}"])
     yield output.table(["", "instructions", "cycles", *columns, "most busy", "in pairs"], lines)
     yield "\nTFLOP/s, full / causal\n"
     lengths = sorted(LENGTHS)
     lines = []
     for way, dims in TILINGS:
-        rates = [f"{prediction(problem, way, dims.v)['TFLOP/s']:.0f}" for problem in problems(lengths, [dims.qk])]
-        lines.append([f"{way} {dims}", *map("/".join, zip(rates[::2], rates[1::2], strict=True))])
+        for in_pairs in (False, True) if (way, dims) == IN_PAIRS else (False,):
+            found = [prediction(p, way, dims.v, in_pairs=in_pairs) for p in problems(lengths, [dims.qk])]
+            rates = [f"{each['TFLOP/s']:.0f}" for each in found]
+            name = f"{way} {dims}, in pairs" if in_pairs else f"{way} {dims}"
+            lines.append([name, *map("/".join, zip(rates[::2], rates[1::2], strict=True))])
     yield output.table(["", *map(str, lengths)], lines)
 
 

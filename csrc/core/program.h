@@ -147,10 +147,14 @@ struct BlockStates {
       nullptr;  // (B, H, rows, cols), broadcast by zero strides; null: every block is partial
   int64_t stride_b = 0, stride_h = 0, rows = 0, cols = 0;
   int64_t block_q = 1, block_k = 1;
+  // In a cache with fewer keys than queries, the first queries have a negative index. No block of the mask holds these
+  // queries. So the states of a cache have one more row before the mask, with partial blocks. Functions here count
+  // queries from the first row: the caller adds `queries_before` to the index.
+  int64_t queries_before = 0;
 
   FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
-  // The row of blocks of query i, the column of key j. The last blocks extend to the ends of the score matrix. In a
-  // cache with fewer keys than queries i can be negative. Then it counts as 0.
+  // The row of blocks of query i, the column of key j. The first and the last blocks extend to the ends of the score
+  // matrix.
   FA_HOST_DEVICE int64_t row_of(int64_t i) const {
     const int64_t row = (i < 0 ? 0 : i) / block_q;
     return row < rows ? row : rows - 1;
@@ -162,18 +166,8 @@ struct BlockStates {
   FA_HOST_DEVICE const uint8_t* of_head(int64_t b, int64_t h) const {
     return data + b * stride_b + h * stride_h;
   }
-  // Whether no block holds query i, so that the mask's program decides. On a GPU row_of() decides: there, this test makes
-  // the sm80 kernels with functions spill registers.
-  FA_HOST_DEVICE static bool is_before_blocks(int64_t i) {
-#if defined(__CUDA_ARCH__)
-    return false;
-#else
-    return i < 0;
-#endif
-  }
   // The state of the block that holds element (i, j).
   FA_HOST_DEVICE uint8_t at(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    if (is_before_blocks(i)) return kPartial;
     return of_head(b, h)[row_of(i) * cols + col_of(j)];
   }
 };
@@ -189,12 +183,6 @@ struct StatesOfTile {
       lowest = highest = has_mask ? BlockStates::kPartial : BlockStates::kFull;
       has_partial = has_mask;
       return;
-    }
-    if (BlockStates::is_before_blocks(i_begin)) {
-      lowest = highest = has_mask ? BlockStates::kPartial : BlockStates::kFull;
-      has_partial = has_mask;
-      if (i_end <= 0) return;
-      i_begin = 0;
     }
     const int64_t last_row = blocks.row_of(i_end - 1), last_col = blocks.col_of(j_end - 1);
     for (int64_t row = blocks.row_of(i_begin); row <= last_row; ++row)

@@ -17,6 +17,8 @@ struct LaunchShape {
   int64_t splits = 1;  // along z
   int threads = 256;
   size_t shared_bytes = 0;
+  // Neighbouring blocks along x that run at the same time and reach each other's shared memory.
+  int cluster = 1;
 };
 
 // The shared memory that each kernel may already use on each device.
@@ -54,6 +56,13 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute cluster = {};
+  if (shape.cluster > 1) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 

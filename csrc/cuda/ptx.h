@@ -20,6 +20,9 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// On the host, where the blocks of a cluster share an array, it returns this block's part.
+__device__ inline unsigned char* shared_of_block(unsigned char* bytes) { return bytes; }
+
 // Returns the same address, but the compiler has no information about it, so it cannot remove a check of the alignment.
 __device__ inline uint32_t opaque_shared_address(const void* pointer) {
   uint32_t address = shared_address(pointer);

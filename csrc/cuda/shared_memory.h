@@ -15,7 +15,7 @@ __device__ Shared& shared_memory() {
   static_assert(sizeof(Shared) <= kMaxBytes && alignof(Shared) <= 1024);
   // TMA and wgmma swizzle by the address. With a base that is not aligned, results would be wrong without a message.
   if (ptx::opaque_shared_address(shared_bytes) % alignof(Shared) != 0) __trap();
-  return *reinterpret_cast<Shared*>(shared_bytes);
+  return *reinterpret_cast<Shared*>(ptx::shared_of_block(shared_bytes));
 }
 
 }  // namespace flash_attn_ext::cuda

@@ -31,12 +31,13 @@ inline __device__ TileState state_of(const StatesOfTile& states) {
   return all_partial ? TileState::kPartial : TileState::kMixed;
 }
 
-// Returns the states of the blocks that overlap queries [i_begin, i_end) and keys [j_begin, j_end) of one sequence.
+// Returns the states of the blocks that overlap queries [i_begin, i_end) and keys [j_begin, j_end) of one sequence. For a
+// call that can be a cache, `queries_before` is BlockStates::queries_before.
 inline __device__ StatesOfTile states_of_tile(const AttentionParams& p,
                                               const simt::DeviceFunctions& functions, int64_t b, int64_t h,
-                                              int64_t i_begin, int64_t i_end, int64_t j_begin,
-                                              int64_t j_end) {
-  const int64_t first = first_query_index(p);
+                                              int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t j_end,
+                                              int64_t queries_before = 0) {
+  const int64_t first = first_query_index(p) + queries_before;
   return {functions.blocks, bool(functions.mask), b, h, first + i_begin, first + i_end, j_begin, j_end};
 }
 

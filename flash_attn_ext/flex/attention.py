@@ -179,24 +179,31 @@ def with_functions(
     check_functions(call, mask_mod, block_mask)
     query = call.tensors["query"]
     assert query is not None
+    operator = OPERATORS[call.operator.function]
     programs, captured, captured_ints, states, block_size_q, block_size_k = _function_arguments(
-        query, score_mod, mask_mod, block_mask
+        query, score_mod, mask_mod, block_mask, is_cache=operator is _ops.CACHE_FLEX
     )
     tensors = {
         **call.tensors, "programs": programs, "captured": captured, "captured_ints": captured_ints,
         "block_states": states,
     }  # fmt: skip
     options = {**call.options, "block_size_q": block_size_q, "block_size_k": block_size_k}
-    return Call(OPERATORS[call.operator.function], tensors, options, call.enable_gqa, call.return_lse)
+    return Call(operator, tensors, options, call.enable_gqa, call.return_lse)
 
 
 def _function_arguments(
-    query: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: "BlockMask | None"
+    query: Tensor,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    block_mask: "BlockMask | None",
+    *,
+    is_cache: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]:
     """Returns programs, captured, captured_ints, block_states, block_size_q and block_size_k of the operator."""
     states, block_size = None, _DEFAULT_BLOCK_SIZE
     if block_mask is not None:
-        mask_mod, states, block_size = _mask_function(block_mask), states_of(block_mask), block_mask.BLOCK_SIZE
+        mask_mod, block_size = _mask_function(block_mask), block_mask.BLOCK_SIZE
+        states = states_of(block_mask, is_cache=is_cache)
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     return (*functions_of(score_mod, mask_mod, query.device, dtype), states, *block_size)
 

@@ -15,22 +15,36 @@ WHOLE = 1 << 30  # the block size of torch's empty mask, for all lengths
 _KEPT_AS = "_flash_attn_ext_states"
 
 
-def states_of(block_mask: "BlockMask") -> Tensor:
-    """Returns the states (B, H, query blocks, key blocks), uint8. The mask caches them until its lists change."""
-    partial = (block_mask.kv_num_blocks, block_mask.kv_indices)
-    full = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+def states_of(block_mask: "BlockMask", *, is_cache: bool = False) -> Tensor:
+    """Returns the states (B, H, query blocks, key blocks), uint8. The mask caches them until its lists change.
+
+    ``is_cache``: the states are for a cache, so :func:`with_row_before` adds a row.
+    """
+    tensors = (
+        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    )  # fmt: skip
     kept = getattr(block_mask, _KEPT_AS, None)
-    if kept is not None:
-        tensors, versions, states = kept
-        # "is" first: == of tensors would compare elements
-        if all(map(operator.is_, tensors, partial + full)) and versions == _versions_of(tensors):
-            return states
-    tensors = partial + full
-    states = states_of_lists(block_mask.seq_lengths, block_mask.BLOCK_SIZE, partial, full)
-    # Tensors of inference mode have no version, so a change of their elements would not be seen.
-    if not any(t is not None and t.is_inference() for t in tensors):
-        setattr(block_mask, _KEPT_AS, (tensors, _versions_of(tensors), states))
-    return states
+    # "is" first: == of tensors would compare elements
+    if kept is not None and all(map(operator.is_, tensors, kept[0])) and kept[1] == _versions_of(tensors):
+        states = kept[2]
+    else:
+        states = {}
+        # Tensors of inference mode have no version, so a change of their elements would not be seen.
+        if not any(t is not None and t.is_inference() for t in tensors):
+            setattr(block_mask, _KEPT_AS, (tensors, _versions_of(tensors), states))
+    if is_cache not in states:
+        from_lists = states_of_lists(block_mask.seq_lengths, block_mask.BLOCK_SIZE, tensors[:2], tensors[2:])
+        states[is_cache] = with_row_before(from_lists) if is_cache else from_lists
+    return states[is_cache]
+
+
+def with_row_before(states: Tensor) -> Tensor:
+    """Prepends a row of partial blocks: for the queries of a cache with a negative index.
+
+    A cache with fewer keys than queries has these queries. No block of the mask holds them, so the mask's function
+    decides.
+    """
+    return torch.nn.functional.pad(states, (0, 0, 1, 0), value=_PARTIAL)
 
 
 def _versions_of(tensors: Sequence[Tensor | None]) -> list[int]:

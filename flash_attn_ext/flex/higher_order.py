@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 from .. import _ops
 from .._call import FUNCTIONS, Call
 from . import attention
-from .block_masks import states_of_lists
+from .block_masks import states_of_lists, with_row_before
 from .functions import Compiled, compile_functions, is_traced, rows_of_tensors
 
 _OURS = "FLASH_ATTN_EXT"  # a key of kernel_options: marks a call of this package, and holds its other arguments
@@ -135,6 +135,8 @@ def _attend(
     states = None
     if not attention.is_one_block(block_q, block_k):
         states = states_of_lists(block_mask[:2], (block_q, block_k), block_mask[2:4], block_mask[4:6])
+        if call.operator is _ops.CACHE_FLEX:
+            states = with_row_before(states)
     programs, captured, captured_ints = rows_of_tensors(compiled, floats, ints, dtype)
     functions = {
         "programs": programs, "captured": captured, "captured_ints": captured_ints, "block_states": states,

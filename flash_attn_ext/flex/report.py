@@ -16,7 +16,7 @@ _PER = ("tile", "row of queries", "column of keys", "score")
 _LETTERS = "uqkt"
 
 
-def report_of(tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
+def report_of(tensors: Mapping[str, Tensor | None], *, is_cache: bool = False) -> tuple[str, ...]:
     """Returns for each program a line and the lines of its instructions, and a line for the blocks."""
     lines: list[str] = []
     programs = tensors["programs"]
@@ -27,6 +27,8 @@ def report_of(tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
                 lines += _lines_of(name, words[first:])
     states = tensors["block_states"]
     if states is not None and not states.is_meta:
+        if is_cache:
+            states = states[..., 1:, :]  # without the row before the mask
         partial, full = (int((states == state).sum()) for state in (1, 2))
         lines.append(f"blocks: {partial + full} of {states.numel()} visited, {full} full, {partial} partial")
     return tuple(lines)

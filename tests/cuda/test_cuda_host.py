@@ -365,11 +365,21 @@ FAULTS = {
     "wgmma_without_a_lane": "divergent barrier: .* wgmma(_commit)? at faulty_hopper.h:",
     "wgmma_at_two_places": "divergent barrier: .* wgmma at faulty_hopper.h:.* wgmma at faulty_hopper.h:",
     "registers_released_to_more": "setmaxnreg.dec at line .* to more registers than 168",
+    "pair_that_begins_alone": "mbarrier used before its initialisation is known",
+    "pair_that_ends_alone": "a block may end before another block has arrived at its mbarrier",
+    "other_block_not_waited_for": "TMA writes where another copy has not landed|race: TMA overwrites bytes",
+    "mask_without_the_other_block": "deadlock .* in barrier_wait at faulty_cluster.h:",
+    "mask_without_this_block": "deadlock .* in barrier_wait at faulty_cluster.h:",
+    "mask_of_too_many_blocks": "the cluster has not all blocks of the mask 7",
+    "bytes_of_one_half_expected": "touched in flight: .* of shared memory",
+    "arrival_at_no_block": "the cluster has no block 2",
+    "memory_of_the_other_block": "out of bounds: .* reads 4 bytes",
     "named_barrier_of_too_many": "deadlock .* thread 0 and 63 more waits in named_barrier_sync at faulty_hopper.h:",
 }
 
 
 CORRECT = ["", "_async_copy", "_atomic_adds", "_copy", "_turns", "_turns_by_number", "_named_barrier", "_registers"]
+CORRECT += ["_pair"]
 
 
 class TestReports:

@@ -3,6 +3,7 @@ references in float64."""
 
 import pytest
 import test_flex_attention as cpu
+import test_flex_packed as packed
 import torch
 from cuda_host import library
 from flex_gallery import mask_mods, score_mods
@@ -211,6 +212,15 @@ def test_packed_sequences_and_caches(kernels):
             new[b : b + 1].transpose(1, 2).double(), *own, None, lambda _, h, i, j, s=shift: (i + s - j) % 3 == 0
         )[0]
         cpu.assert_near("cache", out[b : b + 1], exact.transpose(1, 2), 4e-3)
+
+
+@pytest.mark.parametrize("tier", ["sm80", "simt"])
+@pytest.mark.parametrize(("seqlen_q", "has_function"), [(8, True), (70, True), (70, False)])
+def test_a_block_mask_hides_no_key_from_queries_before_the_first_key(kernels, tier, seqlen_q, has_function):
+    kernels.force_tier("" if tier == "sm80" else tier)
+    packed.check_queries_before_the_first_key(seqlen_q, has_function, torch.float16)
+    assert kernels.tier == tier
+    kernels.force_tier("")
 
 
 def test_packed_gradients(kernels):

@@ -46,8 +46,9 @@ MOST_INSTRUCTIONS = {
     ("backward_kernel", "with scores"): {D128: 1130, D256: 1200},
     # The plain forward with one switch of switches.h changed.
     ("forward_kernel", "with a switch changed"): {D64: 600, D128: 650, D256: 585},
+    ("backward_kernel", "in pairs"): {D256: 520},
 }
-PLAIN = "plain", "with a switch changed"
+PLAIN = "plain", "with a switch changed", "in pairs"
 WITH_FUNCTIONS = "with functions", "with scores"
 FORMS_OF_SOURCES = {
     "flex_forward_bfloat16": WITH_FUNCTIONS[:1],
@@ -61,7 +62,8 @@ FORMS = {
         for n, name in enumerate(("plain", "with options", "few rows", "with functions", "with scores"))
     },
     "backward_kernel": {
-        "plain": "b1E",
+        "plain": r"b1ENS\d*_8BackwardI\w*?Lb0ELb0EE",
+        "in pairs": r"b1ENS\d*_8BackwardI\w*?Lb0ELb1EE",
         "with options": r"b0ENS\d*_8Backward",
         "with functions": r"b0ENS\d*_12FlexBackward",
         "with scores": r"b0ENS\d*_13ScoreBackward",
@@ -93,7 +95,7 @@ def division(form):
 def code_of(cubin, kernel, dims, form):
     """The kernel's instructions."""
     sizes = "".join(f"Li{size}E" for size in dims)
-    pattern = rf"\w*\d{kernel}I\w*?{sizes}L{FORMS[kernel]['plain' if form in PLAIN else form]}"
+    pattern = rf"\w*\d{kernel}I\w*?{sizes}L{FORMS[kernel][form if form in FORMS[kernel] else 'plain']}"
     found = [code for name, code in functions_of(cubin).items() if re.match(pattern, name)]
     assert len(found) == 1
     return found[0]
@@ -190,13 +192,17 @@ def test_forward_machine_code(compile_once, source, form, dims):
 
 @every_kernel(BACKWARD + FLEX_BACKWARD)
 def test_backward_machine_code(compile_once, source, form, dims):
-    order = order_of(compile_once(source)[0], "backward_kernel", dims, form)
+    check_backward_order(compile_once(source)[0], form, dims)
+
+
+def check_backward_order(cubin, form, dims):
+    order = order_of(cubin, "backward_kernel", dims, form)
     rows, keys = backward_tile(dims, form)
     s, dp, dv, dk, dq = ("A" + "P" * count for count in backward_products(dims, form))
     # S and dP; the exponentials while dP runs; dV, dQ and dK, each with its own wait. With split columns dK comes
     # before dQ. There are two ways to P. A softcap doubles the exponentials. A score function is called when no product
     # runs, in a loop over four elements.
-    exponentials = "E" * (64 * rows // 128 * (1 if form == "plain" else 3))
+    exponentials = "E" * (64 * rows // 128 * (1 if form in PLAIN else 3))
     schedule = s + dp + ("WW" + "E" * 8 if form == "with scores" else "W" + exponentials + "W") + dv
     schedule += (dk + dq if keys == 64 else dq + dk) + "WWW"
     assert schedule in order, order
@@ -262,6 +268,29 @@ def test_machine_code_with_a_switch_changed(compile_once, switch):
         check_forward_order(cubin, form, dims)
         check_main_loop(cubin, "forward_kernel", form, dims)
         assert sass.hazards(code_of(cubin, "forward_kernel", dims, form)) == []
+
+
+def test_machine_code_of_pairs(compile_once):
+    """A pair loads Q and dO by multicast, and its main loop waits for no access to memory of other blocks.
+
+    An arrival with a release at the scope of the cluster would wait: MEMBAR.ALL.GPU.
+    """
+    cubin, said = compile_once(ROOT / switches.BACKWARD_SOURCES[0])
+    check_the_messages_of_ptxas(said)
+    check_backward_order(cubin, "in pairs", D256)
+    check_main_loop(cubin, "backward_kernel", "in pairs", D256)
+    assert sass.hazards(code_of(cubin, "backward_kernel", D256, "in pairs")) == []
+    for form in "plain", "in pairs":
+        operations = [i.operation for i in code_of(cubin, "backward_kernel", D256, form)]
+        paired = form == "in pairs"
+        # Half of the four panels of Q and of dO; barriers of the cluster at both ends.
+        assert sum(".MULTICAST" in operation for operation in operations) == (4 if paired else 0)
+        assert any(operation.startswith("UCGABAR") for operation in operations) == paired
+        loop = main_loop(cubin, "backward_kernel", D256, form)
+        assert not [str(i) for i in loop if re.match(r"MEMBAR\.\w+\.(GPU|SYS)|ERRBAR|CGAERRBAR|CCTL", i.operation)]
+        # Lanes 0 and 1 of a warp release Q and dO in both blocks.
+        arrivals = [str(i) for i in loop if i.operation.startswith("SYNCS.ARRIVE.TRANS64.RED")]
+        assert len(arrivals) == (2 if paired else 0), arrivals
 
 
 @pytest.mark.parametrize("source", FORWARD, ids=lambda path: path.stem)

@@ -18,20 +18,21 @@ namespace {
 
 std::vector<Fibers> idle;  // reused from block to block
 
-void begin_block(dim3 block, size_t shared_bytes) {
-  blockIdx = block;
+// Begins a cluster: `block` and the blocks after it along x.
+void begin_cluster(dim3 block, size_t shared_bytes) {
   static_cast<RunningBlock&>(run) = {};
-  run.named.assign(kNamedBarriers, {});
+  run.blocks.assign(run.ranks, {});
+  run.named.assign(kNamedBarriers * run.ranks, {});
   const int warps = (run.threads + kWarpSize - 1) / kWarpSize;
-  memory_begin_block(shared_bytes);
+  memory_begin_cluster(shared_bytes, run.ranks);
   run.warps.assign(warps, {});
   run.warpgroups.assign((warps + 3) / 4, {});
   run.ready.assign(warps, {});
   run.warp_order.resize(warps);
   std::iota(run.warp_order.begin(), run.warp_order.end(), 0);
   shuffle(run.warp_order);
-  const auto nothing_known = std::make_shared<const Clock>(run.threads + kMaxAsyncWriters, 0);
-  hopper_begin_block(run.threads);
+  const auto nothing_known = std::make_shared<const Clock>(run.threads + kMaxAsyncWriters * run.ranks, 0);
+  hopper_begin_block(run.threads, run.ranks);
   if (!idle.empty()) {
     fibers = std::move(idle.back());
     idle.pop_back();
@@ -43,9 +44,12 @@ void begin_block(dim3 block, size_t shared_bytes) {
   for (int n = 0; n < run.threads; ++n) {
     Fiber& fiber = *fibers[n];
     const dim3 size = blockDim;
+    const int t = n % run.threads_of_block;
     fiber.thread = n;
-    fiber.index = dim3(n % size.x, n / size.x % size.y, n / (size.x * size.y));
+    fiber.index = dim3(t % size.x, t / size.x % size.y, t / (size.x * size.y));
+    fiber.block = dim3(block.x + rank_of(n), block.y, block.z);
     fiber.finished = false;
+    fiber.arrived_at_cluster = false;
     fiber.site = {};
     fiber.now = 1;
     fiber.copies.clear();
@@ -61,7 +65,11 @@ std::string what_is_in_flight() {
   for (int n = 0; n < run.threads; ++n)
     if (!fibers[n]->copies.empty())
       return "the block ended before a copy by cp.async had been waited for: " + describe(n);
-  return hopper_end_block();
+  return hopper_end_block([](int rank, int writer, uint32_t time) {
+    const auto first = fibers.begin() + rank * run.threads_of_block;
+    return std::any_of(first, first + run.threads_of_block,
+                       [&](const auto& fiber) { return time <= (*fiber->known)[writer]; });
+  });
 }
 
 // Whether a thread that waits for its turn may continue.
@@ -105,17 +113,15 @@ void give_back(Fibers set) {
 
 // A block that has begun and does not run now.
 struct ResidentBlock {
-  dim3 index;
   RunningBlock state;
   Fibers its_fibers;
   std::shared_ptr<void> memory, hopper;
 
   static ResidentBlock leave() {
-    return {blockIdx, std::move(static_cast<RunningBlock&>(run)), std::move(fibers), memory_leave_block(),
+    return {std::move(static_cast<RunningBlock&>(run)), std::move(fibers), memory_leave_block(),
             hopper_leave_block()};
   }
   void enter() {
-    blockIdx = index;
     static_cast<RunningBlock&>(run) = std::move(state);
     fibers = std::move(its_fibers);
     memory_enter_block(memory);
@@ -152,7 +158,7 @@ void run_blocks(const std::vector<dim3>& order, size_t shared_bytes) {
       resident.erase(resident.begin() + may_go_on[chosen]);
       block.enter();
     } else {
-      begin_block(order[begun++], shared_bytes);
+      begin_cluster(order[begun++], shared_bytes);
     }
     if (run_block()) {
       give_back(std::move(fibers));
@@ -183,15 +189,21 @@ std::string name_of(const void* kernel) {
 std::map<const void*, int> dynamic_shared_limit;  // set by cudaFuncSetAttribute
 int64_t attributes_set = 0;
 
+void refuse_in_a_cluster() {
+  if (run.ranks > 1) fail("turns of the blocks of a cluster are not modelled: " + describe(current->thread));
+}
+
 }  // namespace
 
 void step_aside() {
+  refuse_in_a_cluster();
   if (random_below(2) == 0) return;
   run.steps_aside = true;
   pause();
 }
 
 void wait_until_turn(Site site, const int* turns, int turn) {
+  refuse_in_a_cluster();
   if (*turns == turn) return;
   current->site = site;
   run.turns.push_back({current, turns, turn, text(site) + ", " + describe(current->thread)});
@@ -199,6 +211,7 @@ void wait_until_turn(Site site, const int* turns, int turn) {
 }
 
 void wait_until_changed(Site site, const int* turns, int turn) {
+  refuse_in_a_cluster();
   if (*turns != turn) return;
   current->site = site;
   run.turns.push_back({current, turns, turn, text(site) + ", " + describe(current->thread), true});
@@ -222,6 +235,17 @@ bool count_launch(const void* arguments) {
   return false;
 }
 
+// The blocks of a cluster. 0: a cluster that is not along x.
+int cluster_blocks(const cudaLaunchConfig_t& config) {
+  int blocks = 1;
+  for (unsigned n = 0; n < config.numAttrs; ++n) {
+    const auto& [id, val] = config.attrs[n];
+    if (id != cudaLaunchAttributeClusterDimension) continue;
+    blocks = val.clusterDim.y == 1 && val.clusterDim.z == 1 ? static_cast<int>(val.clusterDim.x) : 0;
+  }
+  return blocks;
+}
+
 }  // namespace
 
 // Blocks begin in random order. They run one after another, except blocks that take turns.
@@ -237,8 +261,15 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
       config.dynamicSmemBytes > std::max(allowed, kSharedBytesWithoutOptIn) ||
       config.dynamicSmemBytes > most_shared_bytes())
     return cudaErrorInvalidConfiguration;
+  const int ranks = cluster_blocks(config);
+  if (ranks < 1 || ranks > kMostRanks || grid.x % ranks != 0) return cudaErrorInvalidConfiguration;
   if (record([=, copy = copy_arguments(arguments, argument_bytes)] {
-        return run_grid(config, kernel, enter, copy.get(), argument_bytes);
+        cudaLaunchAttribute cluster{cudaLaunchAttributeClusterDimension,
+                                    {{static_cast<unsigned>(ranks), 1, 1}}};
+        cudaLaunchConfig_t again = config;
+        again.attrs = &cluster;
+        again.numAttrs = 1;
+        return run_grid(again, kernel, enter, copy.get(), argument_bytes);
       }))
     return cudaSuccess;
   if (find_translated(kernel) && !count_launch(arguments)) return cudaErrorInvalidValue;
@@ -246,7 +277,9 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
   run.enter = enter;
   run.arguments = arguments;
   run.kernel = name_of(kernel);
-  run.threads = static_cast<int>(threads);
+  run.ranks = ranks;
+  run.threads_of_block = static_cast<int>(threads);
+  run.threads = run.threads_of_block * ranks;
   blockDim = block;
   gridDim = grid;
   memory_begin_launch(arguments, argument_bytes);
@@ -254,7 +287,7 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
   std::vector<dim3> order;
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; ++x) order.emplace_back(x, y, z);
+      for (unsigned x = 0; x < grid.x; x += ranks) order.emplace_back(x, y, z);
   shuffle(order);
   run_blocks(order, config.dynamicSmemBytes);
   return run.error.empty() ? cudaSuccess : cudaErrorLaunchFailure;

@@ -5,6 +5,7 @@
 #include "cuda/launch.h"
 #include "cuda/ptx.h"
 #include "cuda/shared_memory.h"
+#include "faulty_cluster.h"
 #include "faulty_hopper.h"
 #include "fibers.h"
 #include "memory.h"
@@ -140,6 +141,8 @@ const struct {
   void (*kernel)(float*);
   int threads = kThreads;
   int blocks = 2;
+  int cluster = 1;
+  size_t shared_bytes = sizeof(Shared);
 } kKernels[] = {
     {"correct", correct},
     {"missing_barrier_after_write", missing_barrier_after_write},
@@ -192,6 +195,19 @@ const struct {
     FA_WARPGROUPS(wgmma_without_a_lane),
     FA_WARPGROUPS(wgmma_at_two_places),
 #undef FA_WARPGROUPS
+#define FA_CLUSTER(name) \
+  {#name, faulty_cluster::name, faulty_cluster::kThreads, 2, 2, sizeof(faulty_cluster::Shared)}
+    FA_CLUSTER(correct_pair),
+    FA_CLUSTER(pair_that_begins_alone),
+    FA_CLUSTER(pair_that_ends_alone),
+    FA_CLUSTER(other_block_not_waited_for),
+    FA_CLUSTER(mask_without_the_other_block),
+    FA_CLUSTER(mask_without_this_block),
+    FA_CLUSTER(mask_of_too_many_blocks),
+    FA_CLUSTER(bytes_of_one_half_expected),
+    FA_CLUSTER(arrival_at_no_block),
+    FA_CLUSTER(memory_of_the_other_block),
+#undef FA_CLUSTER
 #undef FA_HOPPER
 };
 
@@ -254,11 +270,14 @@ extern "C" const char* run_faulty(const char* name, uint64_t seed) {
   cuda_host::forget_buffers();
   cuda_host::register_buffer(out, sizeof(out), sizeof(float), "out", true, false);
   faulty_hopper::global = {};
+  faulty_cluster::begin();
+  cuda_host::register_buffer(&faulty_cluster::global, sizeof(faulty_cluster::global), sizeof(float), "halves",
+                             false, true);
   cuda_host::register_buffer(&faulty_hopper::global, sizeof(faulty_hopper::global), sizeof(float), "sums",
                              true, true);
   for (const auto& entry : kKernels)
     if (entry.name == std::string(name)) {
-      const LaunchShape shape{entry.blocks, 1, 1, entry.threads, sizeof(Shared)};
+      const LaunchShape shape{entry.blocks, 1, 1, entry.threads, entry.shared_bytes, entry.cluster};
       flash_attn_ext::cuda::launch(entry.kernel, shape, nullptr, &out[0]);
       report = cuda_host::take_error();
       return report.c_str();

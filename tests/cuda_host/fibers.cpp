@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "memory.h"
 #include "running_block.h"
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -62,7 +63,11 @@ namespace {
   if (__builtin_setjmp(self->context) == 0) go_on_at(scheduler);
 }
 
+int rank_of(int thread) { return thread / run.threads_of_block; }
+
 namespace {
+
+void end_cluster_meeting_if_complete();
 
 // The function of a fiber: it runs the kernel of one block after the other.
 void fiber_loop() {
@@ -70,6 +75,7 @@ void fiber_loop() {
     run.enter(run.arguments);
     current->finished = true;
     ++run.finished;
+    end_cluster_meeting_if_complete();
     switch_to_scheduler();
   }
 }
@@ -79,6 +85,8 @@ void fiber_loop() {
 [[gnu::noinline]] void switch_to(Fiber* fiber) {
   current = fiber;
   threadIdx = fiber->index;
+  blockIdx = fiber->block;
+  memory_enter_rank(rank_of(fiber->thread));
   if (__builtin_setjmp(scheduler) == 0) {
     if (fiber->started) go_on_at(fiber->context);
     fiber->started = true;
@@ -161,9 +169,9 @@ void fail(const std::string& message) {
 }
 
 std::string describe(int thread) {
-  const dim3 b = blockIdx;
+  const dim3 b = fibers[thread]->block;
   return run.kernel + ", block (" + std::to_string(b.x) + ", " + std::to_string(b.y) + ", " +
-         std::to_string(b.z) + "), thread " + std::to_string(thread);
+         std::to_string(b.z) + "), thread " + std::to_string(thread % run.threads_of_block);
 }
 
 void seed_order(uint64_t seed) { random_state = seed * 2 + 1; }
@@ -199,7 +207,7 @@ int lane() { return current->thread % kWarpSize; }
 uint64_t meet_block(Site site, uint64_t value) {
   Fiber* self = current;
   self->value = value;
-  meet(run.block, run.threads, site, [](const std::vector<Fiber*>& fibers) {
+  meet(run.blocks[rank_of(self->thread)], run.threads_of_block, site, [](const std::vector<Fiber*>& fibers) {
     uint64_t all = 0;
     for (const Fiber* fiber : fibers) all |= fiber->value;
     for (Fiber* fiber : fibers) fiber->value = all;
@@ -209,13 +217,43 @@ uint64_t meet_block(Site site, uint64_t value) {
   return self->value;
 }
 
+void cluster_arrive(Site site) {
+  if (std::exchange(current->arrived_at_cluster, true))
+    fail("arrives at the barrier of the cluster twice: " + text(site) + ", " + describe(current->thread));
+}
+
+// The barrier of a cluster has no number: threads may meet at different lines. Threads that have ended count as arrived.
+void cluster_wait(Site site) {
+  if (!std::exchange(current->arrived_at_cluster, false))
+    fail("waits at the barrier of the cluster without an arrival: " + text(site) + ", " +
+         describe(current->thread));
+  current->site = site;
+  run.cluster.arrived.push_back(current);
+  end_cluster_meeting_if_complete();
+  switch_to_scheduler();
+}
+
+namespace {
+
+void end_cluster_meeting_if_complete() {
+  std::vector<Fiber*>& arrived = run.cluster.arrived;
+  if (arrived.empty() || arrived.size() + run.finished < static_cast<size_t>(run.threads)) return;
+  join_clocks(arrived);
+  for (Fiber* fiber : arrived) wake(fiber);
+  arrived.clear();
+  shuffle(run.warp_order);
+}
+
+}  // namespace
+
 void meet_named(Site site, int barrier, int threads) {
   if (barrier <= 0 || barrier >= kNamedBarriers || threads % kWarpSize != 0)
     fail("a named barrier is 1 to 15, for whole warps: " + text(site) + ", " + describe(current->thread));
-  meet(run.named[barrier], threads, site, [](const std::vector<Fiber*>& fibers) {
-    join_clocks(fibers);
-    shuffle(run.warp_order);
-  });
+  meet(run.named[rank_of(current->thread) * kNamedBarriers + barrier], threads, site,
+       [](const std::vector<Fiber*>& fibers) {
+         join_clocks(fibers);
+         shuffle(run.warp_order);
+       });
 }
 
 namespace {

@@ -15,15 +15,16 @@ namespace cuda_host {
 using Clock = std::vector<uint32_t>;  // element t: the latest known time of thread t
 
 struct Fiber {
-  int thread;  // its number in the block
-  dim3 index;
+  int thread;  // its number in the cluster
+  dim3 index, block;
   std::unique_ptr<char[]> stack;
   void* context[5];      // of __builtin_setjmp
   bool started = false;  // the context is inside the fiber's loop, and can be switched to
 
   bool finished = false;
-  Site site{};              // where it waits
-  uint64_t value = 0;       // for meet_block
+  Site site{};         // where it waits
+  uint64_t value = 0;  // for meet_block
+  bool arrived_at_cluster = false;
   void* brought = nullptr;  // for combine_lanes
   unsigned mask = 0;        // of the lanes that it meets
   uint32_t now = 1;
@@ -48,8 +49,11 @@ struct Fiber {
   bool knows(int other, uint32_t time) const { return other == thread || time <= (*known)[other]; }
 };
 
-// Clocks have one entry for each thread and then one for each asynchronous writer: the barriers of hopper_barriers.cpp.
+// Clocks have one entry for each thread of the cluster, and then one for each asynchronous writer: the barriers of
+// hopper_barriers.cpp. kMaxAsyncWriters: of a block.
 constexpr int kMaxAsyncWriters = 32;
+
+int rank_of(int thread);  // the number of a thread's block in its cluster
 
 constexpr size_t kStackBytes = 256 << 10;  // kernels of tests/ptx keep thousands of registers there
 

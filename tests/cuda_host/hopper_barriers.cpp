@@ -41,7 +41,8 @@ bool complete_if_done(Barrier& barrier) {
 }
 
 void barrier_init(uint64_t* address, uint32_t arrivals) {
-  if (block.barriers.size() == kMaxAsyncWriters) fail("more mbarriers than kMaxAsyncWriters");
+  if (block.barriers.size() == current->known->size() - block.threads.size())
+    fail("more mbarriers than kMaxAsyncWriters");
   Barrier barrier;
   barrier.writer = static_cast<int>(block.threads.size() + block.barriers.size());
   barrier.init_thread = current->thread;
@@ -67,6 +68,15 @@ void barrier_arrive(uint64_t* address, uint32_t bytes) {
   join(barrier.arriving, *current->known);
   barrier.arriving[current->thread] = current->now++;
   if (complete_if_done(barrier)) pause();  // the threads that waited may run before the last arrived thread
+}
+
+void barrier_arrive_in_cluster(Site site, uint64_t* address, uint32_t rank) {
+  if (rank >= static_cast<uint32_t>(block.registers.free.size()))
+    fail("the cluster has no block " + std::to_string(rank) + ": " + text(site) + ", " + who());
+  uint64_t* there = in_rank(address, static_cast<int>(rank));
+  if (static_cast<int>(rank) != own_rank())
+    block.remote_arrivals.push_back({current->thread, static_cast<int>(rank), current->now});
+  barrier_arrive(there, 0);
 }
 
 void barrier_wait(Site site, uint64_t* address, uint32_t parity) {
@@ -176,10 +186,10 @@ void hopper_check_write(const void* address, size_t bytes) {
 
 // ---- begin and end of a block
 
-void hopper_begin_block(int threads) {
+void hopper_begin_block(int threads, int ranks) {
   block = {};
   block.threads.resize(threads);
-  begin_registers(threads);
+  begin_registers(threads, ranks);
 }
 
 std::shared_ptr<void> hopper_leave_block() { return std::make_shared<Block>(std::move(block)); }
@@ -188,7 +198,24 @@ void hopper_enter_block(const std::shared_ptr<void>& left) {
   block = std::move(*static_cast<Block*>(left.get()));
 }
 
-std::string hopper_end_block() {
+namespace {
+
+// A block's shared memory exists until its last thread ends. So one of its threads must know of each remote event before it
+// ends: an arrival of another block, and a copy into several blocks. Returns an error or an empty text.
+std::string shared_memory_that_ended_too_early(const KnownAtTheEnd& knows) {
+  for (const auto& [thread, rank, time] : block.remote_arrivals)
+    if (!knows(rank, thread, time))
+      return "a block may end before another block has arrived at its mbarrier: " + describe(thread);
+  if (!block.multicasts) return "";
+  for (const auto& [address, barrier] : block.barriers)
+    if (!knows(rank_of_address(reinterpret_cast<uintptr_t>(address)), barrier.writer, barrier.copies))
+      return "a block may end before a copy into several blocks has landed in its shared memory";
+  return "";
+}
+
+}  // namespace
+
+std::string hopper_end_block(const KnownAtTheEnd& knows) {
   if (!block.copies.empty()) return "the block ended before a copy by TMA had landed";
   for (const Thread& thread : block.threads)
     if (!thread.products.empty()) return "the block ended before a wgmma was waited for";
@@ -198,7 +225,7 @@ std::string hopper_end_block() {
     if (barrier.bytes_expected != 0)
       return "the block ended before an mbarrier had the bytes that it expects";
   for (size_t n = 0; n < block.threads.size(); ++n) land_stores(n, block.threads[n].bulk_groups + 1);
-  return "";
+  return shared_memory_that_ended_too_early(knows);
 }
 
 }  // namespace cuda_host

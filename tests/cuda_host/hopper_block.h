@@ -8,6 +8,7 @@
 #include "fibers.h"
 #include "hopper.h"
 #include "include/hopper_on_host.h"
+#include "memory.h"
 
 namespace flash_attn_ext::cuda {
 extern unsigned char shared_bytes[];
@@ -88,10 +89,17 @@ struct Read {
 // Of a thread, by warpgroup.
 struct Registers {
   std::vector<int> held;
-  int free;  // in the pool
+  std::vector<int> free;  // in the pool of each block
   std::vector<Fiber*> waiting;
 };
 
+// An arrival at a barrier of another block of the cluster.
+struct RemoteArrival {
+  int thread, rank;  // rank: of the other block
+  uint32_t time;
+};
+
+// A block, or all blocks of a cluster.
 struct Block {
   std::map<const uint64_t*, Barrier> barriers;
   std::vector<Copy> copies;
@@ -100,6 +108,8 @@ struct Block {
   std::vector<Read> reads;
   std::vector<std::vector<size_t>> reads_of_page;  // for each KiB of shared memory the reads that overlap it
   Registers registers;
+  std::vector<RemoteArrival> remote_arrivals;
+  bool multicasts = false;
 };
 
 extern Block block;
@@ -124,6 +134,15 @@ void check_not_read(const char* writer, const Bytes& target);
 // The same check for products that have not ended.
 void check_no_product_reads(const char* writer, const Bytes& target);
 void land_stores(int thread, int group_end);
-void begin_registers(int threads);
+void begin_registers(int threads, int ranks);
+
+inline int own_rank() { return rank_of(current->thread); }
+// The same place in the shared memory of another block of the cluster.
+template <class T>
+T* in_rank(T* shared, int rank) {
+  const auto address = reinterpret_cast<uintptr_t>(shared);
+  const auto from = reinterpret_cast<uintptr_t>(shared_of_rank(rank_of_address(address)));
+  return reinterpret_cast<T*>(address - from + reinterpret_cast<uintptr_t>(shared_of_rank(rank)));
+}
 
 }  // namespace cuda_host

@@ -116,6 +116,20 @@ void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* co
   });
 }
 
+// As load_box() in each of the blocks, with the barrier in the same place.
+void load_box_into_blocks(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, int rank,
+                          uint64_t* address, uint32_t blocks) {
+  const auto ranks = static_cast<uint32_t>(block.registers.free.size());
+  if (blocks == 0 || blocks >= 1u << ranks)
+    fail("the cluster has not all blocks of the mask " + std::to_string(blocks) + ": " + text(site) + ", " +
+         who());
+  block.multicasts = true;
+  for (uint32_t to = 0; to < ranks; ++to)
+    if (blocks >> to & 1)
+      load_box(site, in_rank(static_cast<unsigned char*>(shared), to), map, corner, rank,
+               in_rank(address, to));
+}
+
 void load_bytes(Site site, void* shared, const void* global, uint32_t bytes, uint64_t* address) {
   if (bytes % 16 != 0 ||
       (reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 16 != 0)
@@ -221,8 +235,12 @@ void release_bulk_turn(Site site, int32_t* turns) {
   release_turn(turns);
 }
 
+// As on a GPU, the bits from 24 on are the number of the block in its cluster. A descriptor has no place for these bits.
 uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_begin());
+  const auto offset = static_cast<const unsigned char*>(pointer) - shared_of_rank(own_rank());
+  return static_cast<uint32_t>(own_rank()) << 24 | static_cast<uint32_t>(offset);
 }
+
+unsigned char* shared_of_block(unsigned char*) { return shared_of_rank(own_rank()); }
 
 }  // namespace cuda_host

@@ -13,6 +13,7 @@ void check_count(const char* name, int count) {
          who());
 }
 
+int& registers_free() { return block.registers.free[own_rank()]; }
 int& registers_held() { return block.registers.held[current->thread / kWarpgroup]; }
 
 void wake_all() {
@@ -22,10 +23,10 @@ void wake_all() {
 
 }  // namespace
 
-void begin_registers(int threads) {
-  const int each = std::min(kRegisterFile / threads, kMostRegisters) / kStep * kStep;
+void begin_registers(int threads, int ranks) {
+  const int each = std::min(kRegisterFile * ranks / threads, kMostRegisters) / kStep * kStep;
   block.registers.held.assign((threads + kWarpgroup - 1) / kWarpgroup, each);
-  block.registers.free = 0;
+  block.registers.free.assign(ranks, 0);
 }
 
 void release_registers(Site site, int count) {
@@ -33,7 +34,7 @@ void release_registers(Site site, int count) {
   meet_warpgroup(site, [&](const std::vector<Fiber*>&) {
     int& held = registers_held();
     if (count > held) fail(text(site) + " to more registers than " + std::to_string(held) + ": " + who());
-    block.registers.free += held - count;
+    registers_free() += held - count;
     held = count;
     wake_all();
   });
@@ -47,8 +48,8 @@ void claim_registers(Site site, int count) {
   });
   // The first thread of the warpgroup that finds enough registers takes them for all of its threads.
   for (int* held = &registers_held(); *held < count;) {
-    if (block.registers.free >= count - *held) {
-      block.registers.free -= count - *held;
+    if (registers_free() >= count - *held) {
+      registers_free() -= count - *held;
       *held = count;
       wake_all();
     } else {

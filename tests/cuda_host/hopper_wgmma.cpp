@@ -21,9 +21,9 @@ struct Matrix {
   uintptr_t start;
   uint32_t leading, stride;
 
-  Matrix(uint64_t descriptor, int element_bytes)
+  Matrix(uint64_t descriptor, int element_bytes, int rank)
       : element_bytes(element_bytes),
-        start(reinterpret_cast<uintptr_t>(shared_begin()) + (descriptor & 0x3fff) * 16),
+        start(reinterpret_cast<uintptr_t>(shared_of_rank(rank)) + (descriptor & 0x3fff) * 16),
         leading((descriptor >> 16 & 0x3fff) * 16),
         stride((descriptor >> 32 & 0x3fff) * 16) {
     if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
@@ -78,7 +78,7 @@ struct Matrix {
 // `exact`: only the bytes that count, if the elements have 8 bits.
 std::vector<Bytes> bytes_read(const Product& product, bool exact = false) {
   const auto bytes_of = [&](uint64_t descriptor, int rows, bool by_rows) {
-    const Matrix matrix(descriptor, product.element_bytes);
+    const Matrix matrix(descriptor, product.element_bytes, product.rank);
     if (exact && product.element_bytes == 1) return matrix.exact_bytes_along_k(rows);
     return by_rows ? matrix.bytes_along_rows(rows) : matrix.bytes_along_k(rows);
   };
@@ -109,12 +109,12 @@ void multiply(const std::vector<const Product*>& products, std::vector<float>& c
           a[at.row][at.column] = first.widen(static_cast<uint16_t>(element));
         }
   } else {
-    const Matrix matrix(first.a, first.element_bytes);
+    const Matrix matrix(first.a, first.element_bytes, first.rank);
     for (int row = 0; row < kRows; ++row)
       for (int k = 0; k < depth; ++k)
         a[row][k] = first.widen(first.a_by_rows ? matrix.along_rows(row, k) : matrix.along_k(row, k));
   }
-  const Matrix matrix(first.b, first.element_bytes);
+  const Matrix matrix(first.b, first.element_bytes, first.rank);
   for (int column = 0; column < columns; ++column)
     for (int k = 0; k < depth; ++k)
       b[k * columns + column] =
@@ -196,8 +196,10 @@ void wgmma_fence(Site site) {
   block.threads[current->thread].fenced = true;
 }
 
-void wgmma(Site site, const Product& product) {
+void wgmma(Site site, const Product& by_kernel) {
   align_warp(site);
+  Product product = by_kernel;
+  product.rank = own_rank();
   if (product.element_bytes == 1 && (product.a_by_rows || product.b_by_rows))
     fail("wgmma of 8-bit elements with an operand by rows: " + text(site));
   Thread& self = block.threads[current->thread];

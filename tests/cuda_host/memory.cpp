@@ -22,7 +22,7 @@
 
 namespace flash_attn_ext::cuda {
 // The array of csrc/cuda/shared_memory.h.
-alignas(1024) unsigned char shared_bytes[cuda_host::kMaxSharedBytes];
+alignas(1024) unsigned char shared_bytes[cuda_host::kMaxSharedBytes * cuda_host::kMostRanks];
 }  // namespace flash_attn_ext::cuda
 
 namespace cuda_host {
@@ -54,7 +54,9 @@ struct Region {
 constexpr int kSharedElementShift = 1;  // the smallest elements in shared memory have 2 bytes
 
 struct Memory {
-  std::vector<Region> regions;  // the first is shared memory
+  std::vector<Region> regions;  // the first is the shared memory of the block that runs
+  Region others[kMostRanks];    // the shared memory of the other blocks of the cluster, by rank
+  int rank = 0, ranks = 1;
   Region* last_found;
   uintptr_t arguments_begin, arguments_end;
   uint32_t first_block_of_launch = 1, blocks_begun = 1, block = 1;
@@ -69,8 +71,11 @@ struct Memory {
   void begin_regions() {
     regions.clear();
     const auto shared = reinterpret_cast<uintptr_t>(flash_attn_ext::cuda::shared_bytes);
-    regions.push_back({shared, shared, "shared memory", true, false, true, kSharedElementShift,
-                       std::vector<Write>(kMaxSharedBytes >> kSharedElementShift)});
+    const Region empty{shared, shared, "shared memory", true, false, true, kSharedElementShift, {}};
+    regions.push_back(empty);
+    regions[0].last_writes.resize(kMaxSharedBytes >> kSharedElementShift);
+    std::fill_n(others, kMostRanks, empty);
+    rank = 0, ranks = 1;
     last_found = &regions[0];
   }
 
@@ -79,6 +84,8 @@ struct Memory {
     if (regions[0].contains(address)) return &regions[0];
     return last_found->contains(address) ? last_found : nullptr;
   }
+
+  Region& shared_of(int of) { return of == rank ? regions[0] : others[of]; }
 
   Region* find(uintptr_t address) {
     if (Region* region = find_quickly(address)) return region;
@@ -252,7 +259,7 @@ void begin_flight(void* address, size_t bytes) { set_writer(address, bytes, kInF
 void end_flight(void* address, size_t bytes) { set_writer(address, bytes, current->now); }
 void for_each_last_write(uintptr_t address, size_t bytes,
                          const std::function<void(const LastWrite&)>& check) {
-  const Region& shared = memory.regions[0];
+  const Region& shared = memory.shared_of(rank_of_address(address));
   if (address < shared.begin || address + bytes > shared.end)
     fail("out of bounds of shared memory: TMA or wgmma");
   const Write* last = &shared.last_writes[(address - shared.begin) >> kSharedElementShift];
@@ -263,7 +270,7 @@ void for_each_last_write(uintptr_t address, size_t bytes,
 }
 
 void set_last_write(uintptr_t address, size_t bytes, const LastWrite& write) {
-  Region& shared = memory.regions[0];
+  Region& shared = memory.shared_of(rank_of_address(address));
   Write* first = &shared.last_writes[(address - shared.begin) >> kSharedElementShift];
   std::fill(first, first + (bytes >> kSharedElementShift),
             Write{memory.block, write.landed ? write.time : kInFlight, static_cast<uint32_t>(write.writer)});
@@ -306,6 +313,8 @@ struct BlockMemory {
 
 unsigned char* shared_begin() { return flash_attn_ext::cuda::shared_bytes; }
 
+size_t bytes_of_rank = 0;  // from the shared memory of a block to that of the next block of its cluster
+
 }  // namespace
 
 std::shared_ptr<void> memory_leave_block() {
@@ -338,12 +347,35 @@ void memory_begin_launch(const void* arguments, size_t argument_bytes) {
   memory.arguments_end = memory.arguments_begin + argument_bytes;
 }
 
-void memory_begin_block(size_t shared_bytes) {
+void memory_begin_cluster(size_t shared_bytes, int ranks) {
   memory.block = ++memory.blocks_begun;
   memory.adds.clear();
   memory.known_blocks.clear();
-  memory.regions[0].end = memory.regions[0].begin + shared_bytes;
-  std::memset(flash_attn_ext::cuda::shared_bytes, 0xff, shared_bytes);  // NaN in every float type
+  memory_enter_rank(0);
+  memory.ranks = ranks;
+  bytes_of_rank = (shared_bytes + 1023) / 1024 * 1024;
+  for (int rank = 0; rank < ranks; ++rank) {
+    Region& shared = memory.shared_of(rank);
+    shared.begin = reinterpret_cast<uintptr_t>(shared_of_rank(rank));
+    shared.end = shared.begin + shared_bytes;
+    shared.last_writes.resize(kMaxSharedBytes >> kSharedElementShift);
+    std::memset(shared_of_rank(rank), 0xff, shared_bytes);  // NaN in every float type
+  }
+}
+
+void memory_enter_rank(int rank) {
+  if (rank == memory.rank) return;
+  std::swap(memory.regions[0], memory.others[memory.rank]);
+  std::swap(memory.regions[0], memory.others[rank]);
+  memory.rank = rank;
+}
+
+unsigned char* shared_of_rank(int rank) { return shared_begin() + rank * bytes_of_rank; }
+
+int rank_of_address(uintptr_t address) {
+  const auto offset = address - reinterpret_cast<uintptr_t>(shared_begin());
+  if (memory.ranks == 1 || offset >= bytes_of_rank * memory.ranks) return memory.rank;
+  return static_cast<int>(offset / bytes_of_rank);
 }
 
 }  // namespace cuda_host

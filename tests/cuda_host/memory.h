@@ -41,11 +41,17 @@ bool set_buffer(void* data, int value, size_t bytes);
 
 // Called by the launch.
 void memory_begin_launch(const void* arguments, size_t argument_bytes);
-void memory_begin_block(size_t shared_bytes);
+// The blocks of a cluster have their shared memory one after the other, each as long as the first.
+void memory_begin_cluster(size_t shared_bytes, int ranks);
+// A thread of another block of the cluster continues. It may access the shared memory of this block alone.
+void memory_enter_rank(int rank);
+unsigned char* shared_of_rank(int rank);
+int rank_of_address(uintptr_t address);
 // Another block continues before this block: saves the shared memory of this block, and restores it.
 std::shared_ptr<void> memory_leave_block();
 void memory_enter_block(const std::shared_ptr<void>& left);
 
 constexpr size_t kMaxSharedBytes = 227 << 10;
+constexpr int kMostRanks = 2;
 
 }  // namespace cuda_host

@@ -1,4 +1,5 @@
-// The running block. fibers.cpp runs its threads, and blocks.cpp runs the launch.
+// The running block, or the running blocks of a cluster. fibers.cpp runs the threads, and blocks.cpp runs the launch. A block
+// without a cluster is a cluster of one block.
 #pragma once
 
 #include <memory>
@@ -29,13 +30,13 @@ struct TurnWaiter {
   bool may_go_on() const { return (*turns == turn) != until_changed; }
 };
 
-// A block that has begun: its threads, and for each waiting thread the reason.
+// A block that has begun, or a cluster: its threads, and for each waiting thread the reason.
 struct RunningBlock {
   int finished = 0;
   std::vector<std::vector<Fiber*>> ready;  // of each warp
   std::vector<int> warp_order;             // the order in which warps run
-  Meeting block;
-  std::vector<Meeting> warps, warpgroups, named;
+  Meeting cluster;
+  std::vector<Meeting> blocks, warps, warpgroups, named;
   std::vector<TurnWaiter> turns;
   bool steps_aside = false;  // another block continues before it
 };
@@ -45,7 +46,8 @@ struct Execution : RunningBlock {
   void (*enter)(void*);
   void* arguments;
   std::string kernel;
-  int threads;
+  int threads;  // of a cluster
+  int threads_of_block, ranks;
   std::string error;
 };
 

@@ -133,8 +133,12 @@ def test_caches(seqlen_q, paged):
 @pytest.mark.parametrize("seqlen_q", [8, 9, 40])
 @pytest.mark.parametrize("has_function", [True, False])
 def test_a_block_mask_hides_no_key_from_queries_before_the_first_key(isa, seqlen_q, has_function):
+    check_queries_before_the_first_key(seqlen_q, has_function, torch.float32)
+
+
+def check_queries_before_the_first_key(seqlen_q, has_function, dtype):
     """With fewer keys than queries, the first queries have negative positions. No block holds these queries."""
-    q, k, v = torch.randn(1, seqlen_q, 2, 16), *torch.randn(2, 1, 64, 2, 16)
+    q, k, v = torch.randn(1, seqlen_q, 2, 16, dtype=dtype), *torch.randn(2, 1, 64, 2, 16, dtype=dtype)
     mask_mod = (lambda b, h, i, j: i // 16 == j // 16) if has_function else (lambda b, h, i, j: j >= 0)
     mask = create_block_mask(mask_mod, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
     if not has_function:
@@ -193,3 +197,5 @@ def test_explain_shows_programs_and_blocks():
     text = str(explain_varlen(q, q, q, cu, cu, score_mod=lambda s, b, h, i, j: s - i, block_mask=mask))
     assert "program of the score: 3 instructions" in text
     assert "blocks: 3 of 4 visited, 1 full, 2 partial" in text
+    caches = (torch.randn(1, 32, 2, 8) for _ in range(2))
+    assert "blocks: 3 of 4 visited" in str(explain_kvcache(torch.randn(1, 3, 2, 8), *caches, block_mask=mask))

@@ -28,8 +28,9 @@ struct Progress {
 
 std::vector<Unit> all_units() {
   std::vector<Unit> units;
-  for (const auto& some : {gpu_units::sm80_units(), gpu_units::tma_units(), gpu_units::wgmma_units(),
-                           gpu_units::registers_units(), gpu_units::backward_units()})
+  for (const auto& some :
+       {gpu_units::sm80_units(), gpu_units::tma_units(), gpu_units::pair_units(), gpu_units::wgmma_units(),
+        gpu_units::registers_units(), gpu_units::backward_units()})
     units.insert(units.end(), some.begin(), some.end());
   return units;
 }

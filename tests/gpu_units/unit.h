@@ -17,6 +17,7 @@ struct Unit {
 };
 
 std::vector<Unit> backward_units();
+std::vector<Unit> pair_units();
 std::vector<Unit> registers_units();
 std::vector<Unit> sm80_units();
 std::vector<Unit> tma_units();

@@ -2,9 +2,11 @@
 // of columns: 64 with 16 bits, 128 with 8.
 //
 // The host writes A and B in the layout of shared memory. Addresses, descriptors and instructions are the kernels'.
+#include <csrc/cuda/launch.h>
 #include <csrc/cuda/sm90/panels.h>
 #include <csrc/cuda/sm90/ptx.h>
 #include <cuda_fp8.h>
+#include <csrc/cuda/sm90/pairs.cuh>
 
 #include "unit.h"
 
@@ -54,14 +56,15 @@ using ATile = Tile<In, kM, kK<In>>;  // K-major or, in 16 bits, M-major: there i
 template <class In, int kN, bool kAlongK>
 using BTile = std::conditional_t<kAlongK, Tile<In, kN, kK<In>>, Tile<In, kK<In>, kN>>;
 
-template <class In, int kN, Form kForm>
+// kPaired: both blocks of a cluster compute the same.
+template <class In, int kN, Form kForm, bool kPaired>
 __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, const uint4* b_image,
                                                          const In* a_rows, float* out) {
   using A = ATile<In>;
   using B = BTile<In, kN, b_along_k<In>(kForm)>;
   constexpr bool kFloat8 = sizeof(In) == 1;
   extern __shared__ uint4 memory[];
-  const uint32_t start = ptx::shared_address(memory);
+  const uint32_t start = sm90::descriptor_address<kPaired>(memory);
   const uint32_t padding = (kAlignment - start % kAlignment) % kAlignment;
   uint4* tiles = memory + padding / 16;
   const uint32_t a_tile = start + padding, b_tile = a_tile + sizeof(A);
@@ -101,7 +104,8 @@ __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, c
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>(d);
 #pragma unroll
-  for (int n = 0; n < kN / 2; ++n) out[(row + n % 4 / 2 * 8) * kN + n / 4 * 8 + column + n % 2] = d[n];
+  for (int n = 0; n < kN / 2; ++n)
+    out[(blockIdx.x * kM + row + n % 4 / 2 * 8) * kN + n / 4 * 8 + column + n % 2] = d[n];
 }
 
 int a_value(int m, int k) { return small_integer(m, k); }
@@ -120,8 +124,9 @@ std::vector<unsigned char> image(Value value) {
   return result;
 }
 
-template <class In, int kN, Form kForm>
+template <class In, int kN, Form kForm, bool kPaired = false>
 std::string wgmma() {
+  constexpr int kBlocks = kPaired ? sm90::kPairBlocks : 1;
   const auto flipped = [](int (*value)(int, int)) { return [=](int r, int c) { return value(c, r); }; };
   constexpr int kDepth = kK<In>;
   const auto a_image =
@@ -130,18 +135,18 @@ std::string wgmma() {
       b_along_k<In>(kForm) ? image<In, kN, kDepth>(b_value) : image<In, kDepth, kN>(flipped(b_value));
   std::vector<In> a_rows(kM * kDepth);
   for (int n = 0; n < kM * kDepth; ++n) a_rows[n] = In(static_cast<float>(a_value(n / kDepth, n % kDepth)));
-  std::vector<float> expected(kM * kN, may_overwrite(kForm) ? 0 : kBefore);
-  for (int n = 0; n < kM * kN; ++n)
-    for (int k = 0; k < kDepth; ++k) expected[n] += a_value(n / kN, k) * b_value(n % kN, k);
+  std::vector<float> expected(kBlocks * kM * kN, may_overwrite(kForm) ? 0 : kBefore);
+  for (int n = 0; n < kBlocks * kM * kN; ++n)
+    for (int k = 0; k < kDepth; ++k) expected[n] += a_value(n / kN % kM, k) * b_value(n % kN, k);
 
   const Buffer<unsigned char> on_a(a_image), on_b(b_image);
   const Buffer<In> on_rows(a_rows);
   const Buffer<float> out(expected.size());
-  const int bytes = sizeof(ATile<In>) + sizeof(BTile<In, kN, b_along_k<In>(kForm)>) + kAlignment;
-  const auto kernel = wgmma_kernel<In, kN, kForm>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  kernel<<<1, kThreads, bytes>>>(reinterpret_cast<const uint4*>(on_a.get()),
-                                 reinterpret_cast<const uint4*>(on_b.get()), on_rows.get(), out.get());
+  const size_t bytes = sizeof(ATile<In>) + sizeof(BTile<In, kN, b_along_k<In>(kForm)>) + kAlignment;
+  const flash_attn_ext::cuda::LaunchShape shape{kBlocks, 1, 1, kThreads, bytes, kBlocks};
+  check(flash_attn_ext::cuda::launch(wgmma_kernel<In, kN, kForm, kPaired>, shape, nullptr,
+                                     reinterpret_cast<const uint4*>(on_a.get()),
+                                     reinterpret_cast<const uint4*>(on_b.get()), on_rows.get(), out.get()));
   finish();
   return first_difference(out.values(), expected, kN);
 }
@@ -176,6 +181,8 @@ std::vector<Unit> wgmma_units() {
   add_units<Form::kSharedByRows, 32, 64, 128>(units, "wgmma_shared_by_rows");
   add_units<Form::kSharedRightByRows, 32, 64, 128>(units, "wgmma_shared_right_by_rows");
   add_units<Form::kRegisters, 64, 96, 128, 192, 256>(units, "wgmma_registers");
+  units.push_back({"wgmma_shared_right_by_rows m64n128k16 bf16 in a pair of blocks",
+                   wgmma<__nv_bfloat16, 128, Form::kSharedRightByRows, true>});
   add_float8_units<Form::kShared, 96, 128>(units, "wgmma_shared_float8");
   add_float8_units<Form::kRegisters, 64, 128, 256>(units, "wgmma_registers_float8");
   return units;

@@ -50,6 +50,26 @@ def arrive(ins, v):
     return f"{call} {v.write(state, 'b64', 'uint64_t{0}')}"
 
 
+@exactly("mapa.shared::cluster.u32")
+def address_in_cluster(ins, v):
+    d, a, rank = ins.operands
+    return v.write(d, "u32", f"ptx::address_in_cluster({ins.line}, {v.read(a, 'u32')}, {v.read(rank, 'u32')})")
+
+
+@exactly("mbarrier.arrive.shared::cluster.b64")
+def arrive_in_cluster(ins, v):
+    nothing, at = ins.operands
+    if nothing != "_":
+        raise ins.error("an arrival in the cluster has no state")
+    at = re.fullmatch(r"\[\s*(\S+)\s*\]", at)[1]
+    return f"ptx::arrive_in_cluster({site(ins)}, {v.read(at, 'u32')});"
+
+
+@exactly("barrier.cluster.arrive.release", "barrier.cluster.wait.acquire")
+def cluster_barrier(ins, v):
+    return f"ptx::at_line({ins.line}); cuda_host::cluster_{ins.parts[2]}({site(ins)});"
+
+
 @exactly("mbarrier.try_wait.parity.shared::cta.b64")
 def wait(ins, v):
     """On a GPU this instruction may return early, and the program tries again. Here it waits."""
@@ -88,6 +108,11 @@ def copy_box(ins, v):
         target, source, at = ins.operands
         corner, tensor, rank = box(source, v)
         call = f"load_box({site(ins)}, {v.address(target, 'shared')}, {tensor}, corner, {rank}, {barrier(at, v)})"
+    elif way == "shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster":
+        target, source, at, blocks = ins.operands
+        corner, tensor, rank = box(source, v)
+        call = f"load_box_into_blocks({site(ins)}, {v.address(target, 'shared')}, {tensor}, corner, {rank}, "
+        call += f"{barrier(at, v)}, {v.read(blocks, 'u16')})"
     elif way == "global.shared::cta.tile.bulk_group":
         target, source = ins.operands
         corner, tensor, rank = box(target, v)

@@ -15,9 +15,12 @@ namespace {
 
 int running_line = 0;
 
+// The shared memory of the block that runs.
+unsigned char* own_shared() { return cuda_host::shared_of_rank(cuda_host::own_rank()); }
+
 bool is_shared(const void* address) {
   const auto* bytes = static_cast<const unsigned char*>(address);
-  return cuda_host::shared_begin() <= bytes && bytes < cuda_host::shared_begin() + cuda_host::kMaxSharedBytes;
+  return own_shared() <= bytes && bytes < own_shared() + cuda_host::kMaxSharedBytes;
 }
 
 }  // namespace
@@ -29,10 +32,12 @@ void fail(int line, const char* what) {
   cuda_host::fail(std::string(what) + ": " + cuda_host::who());
 }
 
+uint32_t shared_base() { return static_cast<uint32_t>(cuda_host::own_rank()) << kRankShift | kSharedBase; }
+
 unsigned char* shared_bytes(uint64_t address) {
-  if (address < kSharedBase || address >= kSharedBase + cuda_host::kMaxSharedBytes)
-    fail(running_line, "not an address of shared memory");
-  return cuda_host::shared_begin() + (address - kSharedBase);
+  if (address < shared_base() || address >= shared_base() + cuda_host::kMaxSharedBytes)
+    fail(running_line, "not an address of the block's shared memory");
+  return own_shared() + (address - shared_base());
 }
 
 unsigned char* generic_bytes(uint64_t address) { return reinterpret_cast<unsigned char*>(address); }
@@ -44,7 +49,7 @@ unsigned char* global_bytes(uint64_t address) {
 
 uint64_t generic_to_shared(int line, uint64_t address) {
   if (!is_shared(generic_bytes(address))) fail(line, "not an address of shared memory");
-  return generic_bytes(address) - cuda_host::shared_begin() + kSharedBase;
+  return generic_bytes(address) - own_shared() + shared_base();
 }
 
 uint64_t shared_to_generic(int line, uint64_t address) {
@@ -167,6 +172,19 @@ Taken shuffle_up(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c, u
 Taken shuffle_down(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c, uint32_t mask) {
   return shuffle(site, value, c, mask, false,
                  [b](int lane, int, int) { return lane + static_cast<int>(b & 31); });
+}
+
+uint32_t address_in_cluster(int line, uint32_t address, uint32_t rank) {
+  at_line(line);
+  shared_bytes(address);
+  if (rank >= static_cast<uint32_t>(cuda_host::kMostRanks)) fail(line, "the cluster has not this block");
+  return rank << kRankShift | (address & kOffset);
+}
+
+void arrive_in_cluster(cuda_host::Site site, uint32_t address) {
+  at_line(site.line);
+  unsigned char* const own = shared_bytes(shared_base() & ~kOffset | (address & kOffset));
+  cuda_host::barrier_arrive_in_cluster(site, barrier(own), address >> kRankShift);
 }
 
 const CUtensorMap* tensor_map(uint64_t address) {

@@ -32,9 +32,11 @@ void at_line(int line);
 [[noreturn]] void fail(int line, const char* what);
 
 // ---- addresses. Generic and global addresses are the host's. A shared address counts from the start of the block's
-// window, as on the GPU, where the first 1024 bytes belong to the system on Hopper.
+// window, as on the GPU, where the first 1024 bytes belong to the system on Hopper. The bits from kRankShift on are the
+// number of the block in its cluster.
 
-constexpr uint32_t kSharedBase = 1024;
+constexpr uint32_t kSharedBase = 1024, kRankShift = 24, kOffset = (1u << kRankShift) - 1;
+uint32_t shared_base();
 
 unsigned char* shared_bytes(uint64_t address);
 unsigned char* global_bytes(uint64_t address);
@@ -116,6 +118,8 @@ Taken shuffle_down(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c,
 // ---- Hopper
 
 inline uint64_t* barrier(unsigned char* address) { return reinterpret_cast<uint64_t*>(address); }
+uint32_t address_in_cluster(int line, uint32_t address, uint32_t rank);
+void arrive_in_cluster(cuda_host::Site site, uint32_t address);
 const CUtensorMap* tensor_map(uint64_t address);
 uint64_t descriptor(int line, uint64_t of_wgmma);  // with an address as tests/cuda_host counts them
 void bulk_add(cuda_host::Site site, unsigned char* sums, const unsigned char* terms, uint32_t bytes);

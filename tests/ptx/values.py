@@ -117,7 +117,7 @@ class Values:
         if operand in self.params:
             return f"{CPP[kind]}(reinterpret_cast<uint64_t>(params + {self.params[operand][0]}))"
         if operand.endswith("shared_bytesE"):  # csrc/cuda/shared_memory.h: the only shared memory
-            return f"{CPP[kind]}(ptx::kSharedBase)"
+            return f"{CPP[kind]}(ptx::shared_base())"
         if operand in self.data:
             return f"{CPP[kind]}(reinterpret_cast<uint64_t>(D_{operand}))"
         if operand in self.locals:

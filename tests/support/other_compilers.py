@@ -20,6 +20,7 @@ FILES = {
     "test_ptx_instructions": "as test_ptx_sm80",
     "test_ptx_sm75": "as test_ptx_sm80",
     "test_ptx_sm80": "compiles kernels by nvcc and g++, and runs them on the host",
+    "test_ptx_pairs": "as test_ptx_sm80",
     "test_ptx_sm90": "as test_ptx_sm80",
     "test_ptx_sm90_float8": "as test_ptx_sm80",
 }

@@ -40,6 +40,7 @@ FILES = {
     "test_cuda_sm90_head_dims": "as test_cuda_host",
     "test_cuda_sm90_mutations": "as test_cuda_mutations",
     "test_cuda_sm90_options": "as test_cuda_host",
+    "test_cuda_sm90_pairs": "as test_cuda_mutations",
     "test_cuda_sm90_sorted_rounds": "as test_cuda_host",
     "test_cuda_sm90_switches": "as test_cuda_mutations",
     "test_cuda_sm90_varlen": "as test_cuda_host",

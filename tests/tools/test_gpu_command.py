@@ -459,6 +459,8 @@ def test_a_switch_that_hangs_costs_its_own_table(hanging, monkeypatch, tmp_path,
     monkeypatch.setattr(switches, "is_compiled", lambda changed: True)
     monkeypatch.setattr(needs, "a_gpu_and_our_build", lambda: None)
     monkeypatch.setattr(units, "nvcc", lambda: "nvcc")
+    row = "256 1024 1 10.0 12.0 yes"
+    program(switches.program(switches.OF_BACKWARD), f"print({row!r})\n")
     for changed in (None, first, *others):
         stops = f"pathlib.Path({str(hanging)!r}).touch(); time.sleep(3600)\n" if changed == first else ""
         program(switches.program(changed), f"{stops}print('64 1024 0 10.0 ff')\n")
@@ -466,6 +468,7 @@ def test_a_switch_that_hangs_costs_its_own_table(hanging, monkeypatch, tmp_path,
     said = capsys.readouterr().out
     assert said.count("hangs") == 1
     assert [switch for switch in switches.switches() if f"{switch}: microseconds" in said] == others
+    assert f"{switches.OF_BACKWARD}: microseconds" in said
 
 
 def test_a_decoding_that_hangs_costs_its_own_row(monkeypatch):
@@ -659,10 +662,18 @@ def test_a_switch_is_worth_what_it_saves():
     assert not same
 
 
+def test_the_backward_in_pairs_is_worth_what_it_saves():
+    lines, same = switches.table_of_backward("256 1024 0 10.0 11.0 yes\n256 8192 1 9.0 9.0 NO\n")
+    assert lines == [
+        ["D 256 S 1024 full", "10.0", "11.0", "1.100", "yes"], ["D 256 S 8192 causal", "9.0", "9.0", "1.000", "NO"],
+    ]  # fmt: skip
+    assert not same
+
+
 @pytest.mark.skipif(units.nvcc() is None, reason="needs nvcc to compile the switches' program")
-def test_the_switches_compile(monkeypatch, tmp_path):
+@pytest.mark.parametrize("switch", [switches.switches()[0], switches.OF_BACKWARD])
+def test_the_switches_compile(monkeypatch, tmp_path, switch):
     monkeypatch.setattr(switches, "PROGRAMS", tmp_path)
-    switch = switches.switches()[0]
     subprocess.run(switches.command(units.nvcc(), switch), check=True)
     if not torch.cuda.is_available():
         done = subprocess.run([switches.program(switch)], capture_output=True, text=True)

@@ -193,9 +193,29 @@ def test_v_is_transposed_faster_than_the_tensor_cores_multiply(iterations, head_
 
 
 def test_blocks_that_share_their_loads_need_less_of_l2(iterations):
-    for kernel, iteration in time_model.iterations(2).items():
-        assert iteration.units["L2"] == iterations[kernel].units["L2"] / 2
-        assert iteration.cycles <= iterations[kernel].cycles
+    """A pair loads each tile once. In the backward each block still adds its own dQ."""
+    for (way, dims), iteration in time_model.iterations(True).items():
+        alone, added = iterations[way, dims], TILINGS[way, dims].added_bytes(dims) / time_model.L2_BYTES
+        assert iteration.units["L2"] == pytest.approx((alone.units["L2"] - added) / 2 + added)
+        assert iteration.units["shared memory"] == alone.units["shared memory"]
+        assert iteration.cycles <= alone.cycles
+    assert time_model.IN_PAIRS in iterations
+    assert "L2" not in time_model.iterations(True)[time_model.IN_PAIRS].bound
+
+
+def test_blocks_of_a_pair_visit_the_same_tiles():
+    tiling = Tiling(2, 64, 64, True).in_pairs()
+    assert time_model.tiles_of_tasks(Problem(1, 1, 256, 256, True), tiling) == [4, 4, 2, 2]
+    assert sorted(time_model.deal_as_they_end([4.0, 4.0, 2.0, 2.0], sharers=2))[-3:] == [0.0, 2.0, 4.0]
+
+
+def test_pairs_are_predicted_to_be_faster(iterations):
+    for causal in (False, True):
+        problem = Problem(4, 8, 4096, 256, causal)
+        alone, in_pairs = (
+            time_model.prediction(problem, "backward", in_pairs=pairs)["TFLOP/s"] for pairs in (False, True)
+        )
+        assert alone < in_pairs
 
 
 def test_the_table_of_published_figures(iterations, capsys):

@@ -56,13 +56,17 @@ void load_mask_function(const AttentionParams& p, const TileFrame& f, const Func
   });
 }
 
+// The index that block masks have for query 0 of one sequence's call: BlockStates::queries_before.
+inline int64_t first_query_of_blocks(const AttentionParams& p) {
+  return first_query_index(p) + p.functions->blocks.queries_before;
+}
+
 // Returns the first key from j on that a block of these queries shows, or a key far beyond the last key.
 inline int64_t first_key_of_blocks(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
                                    int64_t queries, int64_t j) {
   constexpr int64_t kNone = int64_t{1} << 62;
   const BlockStates& blocks = p.functions->blocks;
-  const int64_t first = first_query_index(p) + i0;
-  if (first < 0) return j;  // no block hides keys from this query
+  const int64_t first = first_query_of_blocks(p) + i0;
   const Range rows{blocks.row_of(first), blocks.row_of(first + queries - 1) + 1};
   const uint8_t* states = blocks.of_head(b, h);
   for (int64_t col = blocks.col_of(j); col < blocks.cols; ++col)
@@ -72,7 +76,7 @@ inline int64_t first_key_of_blocks(const AttentionParams& p, int64_t b, int64_t 
 }
 
 inline StatesOfTile states_of_tile(const AttentionParams& p, const TileFrame& f) {
-  const int64_t i = first_query_index(p) + f.i0;
+  const int64_t i = first_query_of_blocks(p) + f.i0;
   return {p.functions->blocks, bool(p.functions->mask), f.b, f.h, i, i + f.queries, f.j0, f.j0 + f.keys};
 }
 
@@ -85,7 +89,7 @@ inline void apply_blocks(const AttentionParams& p, const TileFrame& f, const Vis
       end = std::min((j / blocks.block_k + 1) * blocks.block_k, f.j0 + f.keys);
       const int64_t count = end - j;
       const uint64_t block = (count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1) << (j - f.j0);
-      const uint8_t state = blocks.at(f.b, f.h, first_query_index(p) + f.i0 + q, j);
+      const uint8_t state = blocks.at(f.b, f.h, first_query_of_blocks(p) + f.i0 + q, j);
       if (state == BlockStates::kHidden) bits &= ~block;
       if (state == BlockStates::kFull) bits |= block;
     }

@@ -16,7 +16,8 @@ __device__ inline bool is_hidden(const AttentionParams& p, const DeviceFunctions
   if (!functions.blocks) return false;
   const int64_t i_end = smaller<int64_t>(at.i0 + rows, p.sizes.seqlen_q);
   const int64_t j_end = smaller<int64_t>(at.j0 + kBlockK, p.sizes.seqlen_k);
-  return states_of_tile(p, functions, at.b, at.h, at.i0, i_end, at.j0, j_end).is_hidden();
+  return states_of_tile(p, functions, at.b, at.h, at.i0, i_end, at.j0, j_end, functions.blocks.queries_before)
+      .is_hidden();
 }
 
 template <class T>
@@ -34,7 +35,7 @@ __device__ FlexScore<T> finish_score(const AttentionParams& p, const DeviceFunct
   const bool inside = i < p.sizes.seqlen_q && j < p.sizes.seqlen_k;
   if (!inside || !in_band(p.band.without_chunks(), i, j) || !chunks.same(p.band, i, j)) return masked;
   ProgramPoint<T> point{b, h, first_query_index(p) + i, j, T(0), T(0)};
-  if (!is_shown(functions, point)) return masked;
+  if (!is_shown(functions, point, functions.blocks.queries_before)) return masked;
   T score = rounded_product(product, product_scale<T>(p)), t = 0;
   if (has_softcap(p)) {
     t = std::tanh(score);

@@ -20,11 +20,12 @@ inline cudaError_t launch_store_functions(const AttentionParams& p, DeviceFuncti
                 device_functions(*p.functions, p.dtype, sums), to);
 }
 
-// Whether the block mask and the mask function show an element.
+// Whether the block mask and the mask function show an element. `queries_before`: BlockStates::queries_before, or 0 if the
+// call cannot be a cache.
 template <class T>
-__device__ bool is_shown(const DeviceFunctions& functions, ProgramPoint<T> point) {
+__device__ bool is_shown(const DeviceFunctions& functions, ProgramPoint<T> point, int64_t queries_before) {
   if (functions.blocks) {
-    const uint8_t state = functions.blocks.at(point.b, point.h, point.query, point.key);
+    const uint8_t state = functions.blocks.at(point.b, point.h, queries_before + point.query, point.key);
     if (state != BlockStates::kPartial) return state == BlockStates::kFull;
   }
   return !functions.mask || run_program(&functions, functions.mask, point) != 0;

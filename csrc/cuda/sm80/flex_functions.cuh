@@ -40,7 +40,7 @@ class ShownTiles {
       const int64_t i_end = smaller<int64_t>(i0_ + C::kBlockQ, p_.sizes.seqlen_q);
       const int64_t j0 = int64_t{n} * C::kBlockK,
                     j_end = smaller<int64_t>(j0 + C::kBlockK, p_.sizes.seqlen_k);
-      return states_of_tile(p_, functions_, b_, h_, i0_, i_end, j0, j_end);
+      return states_of_tile(p_, functions_, b_, h_, i0_, i_end, j0, j_end, functions_.blocks.queries_before);
     });
     return {tile * C::kBlockK, tile < end ? search_.state(tile) : TileState::kFull};
   }
@@ -134,7 +134,7 @@ struct FunctionsWith {
       const simt::ProgramPoint<float> point = point_of(p, at_element, 0);
       const bool is_shown = tile.state == TileState::kPartial
                                 ? simt::run_program(device, device->mask, point) != 0
-                                : simt::is_shown(*device, point);
+                                : simt::is_shown(*device, point, device->blocks.queries_before);
       bits |= uint32_t{is_shown} << bit;
     }
     return {at, bits};
@@ -224,7 +224,8 @@ struct FunctionsWith {
   }
   // Whether the functions hide an element. `score`: the score before the user's function.
   __device__ bool hides(const AttentionParams& p, const ElementIndex& at, float score) const {
-    return !simt::is_shown(*device, point_of(p, at, 0)) || new_score(p, at, score) == -kInf<float>;
+    return !simt::is_shown(*device, point_of(p, at, 0), device->blocks.queries_before) ||
+           new_score(p, at, score) == -kInf<float>;
   }
   __device__ float new_score(const AttentionParams& p, const ElementIndex& at, float score) const {
     return changes_scores() ? run_score(p, at, score) : score;

@@ -10,6 +10,9 @@
 // has half of the columns of dK and dV. It computes P and dS for half of the queries, and writes both to shared memory.
 // TMA loads K, V, Q and dO. dK and dV stay in registers to the end. A separate thread adds each tile's part of dQ to
 // fp32 sums in global memory.
+//
+// In kernels in pairs, two blocks with neighbouring tiles of keys share the loads of Q and dO (pairs.cuh). Both blocks
+// visit all tiles of queries that either block sees. The band hides the elements that a block does not see.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -18,22 +21,28 @@
 #include "backward_rows.cuh"
 #include "backward_tile.cuh"
 #include "key_mask.cuh"
+#include "pairs.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 
 // The plain kernels have neither softcap nor key masks nor packed sequences; the other kernels have all of them. flex_backward.cuh has
 // the kernels with functions of the user.
-template <class In, int kHeadDim_, int kHeadDimV_, bool kPlain_, bool kFunctions_ = false>
+template <class In, int kHeadDim_, int kHeadDimV_, bool kPlain_, bool kFunctions_ = false,
+          bool kPaired_ = false>
 struct Backward {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static_assert(kHeadDimV <= kHeadDim);
   static constexpr bool kPlain = kPlain_, kPacked = !kPlain_, kFunctions = kFunctions_, kScores = false;
+  static constexpr bool kPaired = kPaired_;
+  static_assert(kPlain || !kPaired);
   using Arguments = BackwardArguments;
   using Cursor = RowTileCursor;
   static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup, kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr int kKeys = backward_keys(kHeadDim, kFunctions), kRows = backward_rows(kHeadDim, kPlain);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (64 << 10) / kWarpgroup);
+  // The blocks that visit the same tiles of queries together, and their keys.
+  static constexpr int kSharers = kPaired ? kPairBlocks : 1, kSharedKeys = kSharers * kKeys;
 
   // The part of a warpgroup. If columns are not split: 64 keys of S, dP, dK and dV, with all columns. If columns are
   // split: all keys, half of the queries of S and dP, half of the columns of dK and dV.
@@ -62,9 +71,13 @@ struct Backward {
   static constexpr int kEights = kHeadDim / 8;  // of dQ
   using DQTile = float[kRows / kPieceRows * kEights][kWarpgroup][4];
 
+  template <class Tile, int kStages>
+  using RowPipeline = std::conditional_t<kPaired, PairPipeline<Tile, kStages>, Pipeline<Tile, kStages>>;
+
   struct Shared {
-    Pipeline<QTile, kHeadDim == 256 ? 1 : 2> q;       // with lse
-    Pipeline<DOutTile, kSplitsColumns ? 1 : 2> dout;  // with delta; one stage also protects the buffer of P
+    RowPipeline<QTile, kHeadDim == 256 ? 1 : 2> q;  // with lse
+    // With delta. One stage also protects the buffer of P.
+    RowPipeline<DOutTile, kSplitsColumns ? 1 : 2> dout;
     KTile k;
     VTile v;
     // dS of tile n is in weights[n % 2]. If columns are split, P is in weights[2].
@@ -93,8 +106,11 @@ __device__ void produce(const typename Config::Arguments& a, const BackwardRange
     const float* tile_terms = terms + int64_t{tile_of_terms} * Config::kRows;
     auto& tile = rows.tiles[stage];
     ptx::barrier_wait(rows.empty[stage], rows.parity(n) ^ 1);  // the consumers have read this stage
-    load_tile(tile, rows_map, range.q_row + at.tile * Config::kRows, at.head, range.map_b, rows.full[stage],
-              sizeof(tile.terms));
+    const int row = range.q_row + at.tile * Config::kRows;
+    if constexpr (Config::kPaired)
+      load_half(tile, rows_map, row, at.head, range.map_b, rows.full[stage], sizeof(tile.terms));
+    else
+      load_tile(tile, rows_map, row, at.head, range.map_b, rows.full[stage], sizeof(tile.terms));
     ptx::load_bytes(tile.terms, tile_terms, sizeof(tile.terms), rows.full[stage]);
   }
 }
@@ -174,12 +190,11 @@ __device__ void consume(const typename Config::Arguments& a, const BackwardRange
 
   // Descriptors of this warpgroup's part of each tile; for tiles in stages, of the first stage.
   const uint32_t own_keys = own_key * kPanelRowBytes, own_rows = own_row * kPanelRowBytes;
-  const uint32_t q_address = ptx::shared_address(&shared.q.tiles);
-  const uint32_t dout_address = ptx::shared_address(&shared.dout.tiles);
-  const uint32_t k_address = ptx::shared_address(&shared.k);
-  const uint32_t weights_address = ptx::shared_address(&shared.weights);
+  const auto address_of = [](const void* tile) { return descriptor_address<Config::kPaired>(tile); };
+  const uint32_t q_address = address_of(&shared.q.tiles), dout_address = address_of(&shared.dout.tiles);
+  const uint32_t k_address = address_of(&shared.k), weights_address = address_of(&shared.weights);
   const uint64_t k = along_columns(k_address + own_keys), first_q = along_columns(q_address + own_rows);
-  const uint64_t v = along_columns(ptx::shared_address(&shared.v) + own_keys);
+  const uint64_t v = along_columns(address_of(&shared.v) + own_keys);
   const uint64_t first_dout = along_columns(dout_address + own_rows);
   const uint64_t first_q_rows = along_rows<QTile>(q_address);
   const uint64_t first_dout_rows = along_rows<DOutTile>(dout_address);
@@ -353,7 +368,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     // Numbers follow the order in which blocks begin. So a block waits only for blocks that have begun.
     shared.block = a.p.deterministic ? ptx::draw_ticket(a.w.ticket) : task_of_block(a);
   }
-  __syncthreads();  // publishes the barriers and the block's number to all threads
+  if constexpr (Config::kPaired)
+    begin_pair();
+  else
+    __syncthreads();  // publishes the barriers and the block's number to all threads
   const BackwardRange range = backward_range<Config>(a, ptx::uniform(shared.block));
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<Config::kProducerRegisters>();
@@ -365,6 +383,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::claim_registers<Config::kConsumerRegisters>();
     consume<In, Config>(a, range, shared);
   }
+  if constexpr (Config::kPaired) end_pair();
 #else
   __trap();  // this build has no code for compute capability 9.0a: an error, not an empty result
 #endif

@@ -5,12 +5,13 @@
 #include "../sink.cuh"
 #include "backward.cuh"
 #include "sm90.h"
+#include "switches.h"
 #include "tensor_map.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// The arguments without the tensor maps.
-inline BackwardArguments backward_arguments(const BackwardParams& p, void* workspace) {
+// The arguments without the tensor maps. `sharers`: as for KeyTileOrder.
+inline BackwardArguments backward_arguments(const BackwardParams& p, void* workspace, int sharers = 1) {
   return {{},
           {},
           {},
@@ -19,7 +20,7 @@ inline BackwardArguments backward_arguments(const BackwardParams& p, void* works
           ShortBand(p),
           ScoreScale(p),
           BackwardWorkspace(workspace, p),
-          KeyTileOrder(p),
+          KeyTileOrder(p, sharers),
           static_cast<int>(p.sizes.heads / p.sizes.heads_kv)};
 }
 
@@ -28,8 +29,12 @@ template <class In, class Config>
 cudaError_t launch_keys_kernel(const typename Config::Arguments& a, cudaStream_t stream) {
   constexpr auto* kernel = &backward_kernel<In, Config::kHeadDim, Config::kHeadDimV, Config::kPlain, Config>;
   const Sizes& z = a.p.sizes;
-  const LaunchShape by_keys{z.batch * z.heads_kv * a.order.tiles, 1, 1, Config::kThreads,
-                            sizeof(typename Config::Shared)};
+  const LaunchShape by_keys{z.batch * z.heads_kv * a.order.tiles,
+                            1,
+                            1,
+                            Config::kThreads,
+                            sizeof(typename Config::Shared),
+                            Config::kSharers};
   return launch(kernel, by_keys, stream, a);
 }
 
@@ -56,16 +61,20 @@ cudaError_t launch_backward_kernels(typename Config::Arguments& a, cudaStream_t 
                   [&] { return launch_sink_gradient(p, w.delta, w.tiles, stream); });
 }
 
-template <class In, int kHeadDim, int kHeadDimV, bool kPlain>
+template <class In, int kHeadDim, int kHeadDimV, bool kPlain, bool kPaired = false>
 cudaError_t launch_backward_tiles(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  using Config = Backward<In, kHeadDim, kHeadDimV, kPlain>;
-  BackwardArguments a = backward_arguments(p, workspace);
+  using Config = Backward<In, kHeadDim, kHeadDimV, kPlain, false, kPaired>;
+  BackwardArguments a = backward_arguments(p, workspace, Config::kSharers);
   return in_order([&] { return launch_key_mask<Config::kKeys>(p, a.w.key_mask, stream); },
                   [&] { return launch_backward_kernels<In, Config>(a, stream); });
 }
 
 template <class In, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  // The turns of a deterministic call are numbered for single blocks.
+  if constexpr (FLASH_ATTN_EXT_SM90_BACKWARD_PAIRS && kHeadDim == 256)
+    if (is_plain(p) && !p.deterministic)
+      return launch_backward_tiles<In, kHeadDim, kHeadDimV, true, true>(p, workspace, stream);
   return is_plain(p) ? launch_backward_tiles<In, kHeadDim, kHeadDimV, true>(p, workspace, stream)
                      : launch_backward_tiles<In, kHeadDim, kHeadDimV, false>(p, workspace, stream);
 }

@@ -64,7 +64,8 @@ __device__ BackwardRange backward_range(const BackwardArguments& a, int block) {
   range.key_tile = task.tile;
   range.heads = a.heads_of_kv_head;
   range.first_head = range.h_kv * range.heads;
-  const int64_t begin = int64_t{task.tile} * Config::kKeys, end = begin + Config::kKeys;
+  const int64_t begin = int64_t{task.tile / Config::kSharers} * Config::kSharedKeys,
+                end = begin + Config::kSharedKeys;
   const Range seen =
       visible_queries(p.band.without_chunks(), begin, end < z.seqlen_k ? end : z.seqlen_k, z.seqlen_q);
   range.first_tile = seen.begin / Config::kRows;

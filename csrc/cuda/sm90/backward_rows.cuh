@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kWarpgroup, Hidden::kHidesAnywhere ? 1 : 0)
     store_rows<In>(p.dq, b, h, warp_row, p.sizes.seqlen_q, static_cast<int>(p.sizes.head_dim), dq, column);
     nan_rows |= rows_with_nan(dq);
   }
-  repair_queries<In, kHeadDim>(p, w, b, h, warp_row, nan_rows, hidden);
+  repair_queries<In, kHeadDim, Config::kSharedKeys>(p, w, b, h, warp_row, nan_rows, hidden);
 #endif
 }
 

@@ -91,8 +91,10 @@ struct KeyTileOrder {
   bool last_first;
   Divider by_tiles, by_heads;
 
-  KeyTileOrder(const BackwardParams& p)
-      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(p)))),
+  // `sharers`: blocks with neighbouring tiles that run together. `tiles` is a multiple of it, so the last tile may have no
+  // keys.
+  explicit KeyTileOrder(const BackwardParams& p, int sharers = 1)
+      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, sharers * backward_keys(p)) * sharers)),
         last_first(p.deterministic),
         by_tiles(tiles),
         by_heads(p.sizes.heads_kv) {}

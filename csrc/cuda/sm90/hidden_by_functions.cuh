@@ -14,7 +14,7 @@ struct HiddenByFunctions {
   const simt::DeviceFunctions* functions;
 
   __device__ bool hides(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t j) const {
-    return is_masked(p, b, j) || !simt::is_shown<float>(*functions, {b, h, i, j, 0, 0});
+    return is_masked(p, b, j) || !simt::is_shown<float>(*functions, {b, h, i, j, 0, 0}, 0);
   }
 };
 
@@ -31,7 +31,7 @@ struct ScoredByFunctions : HiddenByFunctions {
 __device__ inline bool shows_element(const simt::DeviceFunctions* functions, TileState state,
                                      const simt::ProgramPoint<float>& at) {
   return state == TileState::kPartial ? simt::run_program(functions, functions->mask, at) != 0
-                                      : simt::is_shown(*functions, at);
+                                      : simt::is_shown(*functions, at, 0);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -44,11 +44,28 @@ __device__ inline void barrier_arrive_expecting(Barrier& barrier, uint32_t bytes
                                          ::cuda::ptx::space_shared, &barrier, bytes);
 }
 
+// Arrives at the barrier in the same place of block `rank` of the cluster. A release at the scope of the cluster would wait
+// for all earlier accesses of the thread (MEMBAR.ALL.GPU, in the main loop). It is not needed, as in CUTLASS: nothing that
+// the thread wrote is published, and its reads by wgmma have ended.
+__device__ inline void barrier_arrive_in_cluster(Barrier& barrier, uint32_t rank) {
+  asm volatile(
+      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(shared_address(&barrier)),
+      "r"(rank)
+      : "memory");
+}
+
 // Waits until the phase with this parity is complete. The phase before the first phase has parity 1 and counts as
 // complete.
 __device__ inline void barrier_wait(Barrier& barrier, uint32_t parity) {
   while (!::cuda::ptx::mbarrier_try_wait_parity(&barrier, parity)) {
   }
+}
+
+// Waits until all threads of the cluster have called it. Each thread then sees the earlier writes of all threads.
+__device__ inline void cluster_sync() {
+  ::cuda::ptx::barrier_cluster_arrive(::cuda::ptx::sem_release);
+  ::cuda::ptx::barrier_cluster_wait(::cuda::ptx::sem_acquire);
 }
 
 // TMA: copies a box that starts at `corner` (innermost coordinate first) to shared memory, and counts its bytes on the
@@ -58,6 +75,15 @@ __device__ void load_box(void* shared, const void* tensor_map, const int32_t (&c
                          Barrier& barrier) {
   ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, shared, tensor_map,
                                     corner, &barrier);
+}
+
+// The same copy into the same place of several blocks of the cluster: those with a bit in `blocks`. In each of them the
+// bytes are counted on the block's own barrier, which is in the same place, too.
+template <int kRank>
+__device__ void load_box_into_blocks(void* shared, const void* tensor_map, const int32_t (&corner)[kRank],
+                                     Barrier& barrier, uint16_t blocks) {
+  ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, shared, tensor_map,
+                                    corner, &barrier, blocks);
 }
 
 // TMA: copies a box from shared memory to `corner`. The copy is complete when bulk_wait returns. Until bulk_wait_read

@@ -118,11 +118,10 @@ __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w,
     if (nan_rows >> n & 1) repair_key<In, kHeadDim>(p, w, b, h_kv, warp_key + n, columns, hidden);
 }
 
-// Repairs dQ of a warp's 16 queries, where it is NaN.
-template <class In, int kHeadDim, class Hidden>
+// Repairs dQ of a warp's 16 queries, where it is NaN. kKeys: of the blocks that visit a tile of queries together.
+template <class In, int kHeadDim, int kKeys, class Hidden>
 __device__ void repair_queries(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h,
                                int64_t warp_row, uint32_t nan_rows, const Hidden& hidden) {
-  constexpr int64_t kKeys = backward_keys(kHeadDim, Hidden::kHidesAnywhere);
   const int64_t tile_rows = w.tiles.tile_rows;
   const Sizes& z = p.sizes;
   const int64_t rows = smaller<int64_t>(kWarpRows, z.seqlen_q - warp_row);

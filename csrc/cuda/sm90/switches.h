@@ -20,6 +20,13 @@
 #define FLASH_ATTN_EXT_SM90_PING_PONG 1
 #endif
 
+// ---- Speed, in the plain backward kernel of head dimension 256. The same stage times this switch.
+
+// Pairs of blocks load Q and dO by multicast (pairs.cuh), except in deterministic calls.
+#if !defined(FLASH_ATTN_EXT_SM90_BACKWARD_PAIRS)
+#define FLASH_ATTN_EXT_SM90_BACKWARD_PAIRS 0
+#endif
+
 // ---- Shapes of wgmma that CUTLASS does not use. If a GPU does not support one of them, its unit fails in the stage
 // `units` of `make gpu`. Then set its switch to 0 in this file, so that the kernel of the next larger head dimension
 // runs.

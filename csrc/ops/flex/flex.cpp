@@ -40,6 +40,10 @@ BlockSizes block_sizes(const Tensors& in) {
     return {in.cu_seqlens_q.sym_size(0) - 1, in.query.sym_size(1), std::nullopt, std::nullopt};
 }
 
+// The rows of block_states before the row of query 0.
+template <class Tensors>
+constexpr int64_t kRowsBefore = std::is_same_v<Tensors, CacheFlexTensors> ? 1 : 0;
+
 template <class Tensors>
 void check_functions(const Tensors& in, const FunctionOptions& options) {
   const auto integer = in.query.scalar_type() == at::kDouble ? at::kLong : at::kInt;
@@ -61,10 +65,11 @@ void check_functions(const Tensors& in, const FunctionOptions& options) {
   const auto fits = [](const std::optional<c10::SymInt>& length, int64_t block, const c10::SymInt& count) {
     return length ? count == (*length + block - 1) / block : count >= 1;
   };
+  const c10::SymInt rows = t.dim() == 4 ? t.sym_size(2) - kRowsBefore<Tensors> : c10::SymInt(0);
   TORCH_CHECK_VALUE(t.dim() == 4 && t.is_contiguous() &&
                         (t.sym_size(0) == 1 || t.sym_size(0) == sizes.batch) &&
                         (t.sym_size(1) == 1 || t.sym_size(1) == sizes.heads) &&
-                        fits(sizes.seqlen_q, options.block_size_q, t.sym_size(2)) &&
+                        fits(sizes.seqlen_q, options.block_size_q, rows) &&
                         fits(sizes.seqlen_k, options.block_size_k, t.sym_size(3)),
                     "block_mask: got blocks of shape ", t.sym_sizes(),
                     "; allowed: (batch or 1, heads or 1, query blocks, key blocks), with batch ", sizes.batch,
@@ -72,7 +77,9 @@ void check_functions(const Tensors& in, const FunctionOptions& options) {
 }
 
 // Packs the programs and the numbers that they read. Throws ValueError if a program would read beyond them.
-UserFunctions pack_functions(const FunctionTensors& tensors, const FunctionOptions& options) {
+// `rows_before`: kRowsBefore of the call.
+UserFunctions pack_functions(const FunctionTensors& tensors, const FunctionOptions& options,
+                             int64_t rows_before) {
   UserFunctions functions;
   if (tensors.captured) {
     functions.captured = tensors.captured->const_data_ptr();
@@ -103,7 +110,8 @@ UserFunctions pack_functions(const FunctionTensors& tensors, const FunctionOptio
                         t.size(2),
                         t.size(3),
                         options.block_size_q,
-                        options.block_size_k};
+                        options.block_size_k,
+                        rows_before * options.block_size_q};
   }
   return functions;
 }
@@ -111,16 +119,17 @@ UserFunctions pack_functions(const FunctionTensors& tensors, const FunctionOptio
 // Throws ValueError if a packed sequence is longer than its block mask.
 void check_blocks_cover(const AttentionParams& call, const BlockStates& blocks) {
   if (!blocks || !call.varlen) return;
+  const int64_t rows = blocks.rows - blocks.queries_before / blocks.block_q;
   const auto covers = [](int64_t count, int64_t block, int64_t length) {
     return length <= 0 || (length - 1) / block < count;
   };
   for (int64_t b = 0; b < call.sizes.batch; ++b) {
     const AttentionParams p = of_sequence<AttentionParams>(call, b);
     const int64_t queries = first_query_index(p) + p.sizes.seqlen_q, keys = p.sizes.seqlen_k;
-    TORCH_CHECK_VALUE(
-        covers(blocks.rows, blocks.block_q, queries) && covers(blocks.cols, blocks.block_k, keys),
-        "block_mask: got ", blocks.rows, " x ", blocks.cols, " blocks of ", blocks.block_q, " x ",
-        blocks.block_k, "; allowed: at least the ", queries, " queries and ", keys, " keys of sequence ", b);
+    TORCH_CHECK_VALUE(covers(rows, blocks.block_q, queries) && covers(blocks.cols, blocks.block_k, keys),
+                      "block_mask: got ", rows, " x ", blocks.cols, " blocks of ", blocks.block_q, " x ",
+                      blocks.block_k, "; allowed: at least the ", queries, " queries and ", keys,
+                      " keys of sequence ", b);
   }
 }
 
@@ -130,8 +139,8 @@ Packed<Op> pack_with_functions(const typename Op::Tensors& given, const typename
   Packed<Op> packed;
   static_cast<Packed<typename Op::Base>&>(packed) = Op::Base::pack(given.base(), options.base(), result);
   packed.function_tensors = given.functions();
-  packed.functions =
-      std::make_unique<UserFunctions>(pack_functions(packed.function_tensors, options.functions()));
+  packed.functions = std::make_unique<UserFunctions>(
+      pack_functions(packed.function_tensors, options.functions(), kRowsBefore<typename Op::Tensors>));
   packed.params.functions = packed.functions.get();
   // On a GPU nothing reads the lengths on the host. Its kernels extend the last blocks.
   if (given.query.is_cpu()) check_blocks_cover(packed.params, packed.functions->blocks);

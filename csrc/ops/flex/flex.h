@@ -28,7 +28,7 @@ constexpr Shape kProgramDataShape{Shape::kCheckedByOperator};
 #define FA_PROGRAM_ROWS(X)                                                                                 \
   /* (N), int32, and int64 for float64 inputs: integers that functions read. */                            \
   X(captured_ints, OptionalTensor, kProgramDataShape, kCheckedByOperator, kKeep, kLoop)                    \
-  /* (B or 1, H or 1, rows, columns), uint8: BlockStates. */                                               \
+  /* (B or 1, H or 1, rows, columns), uint8: BlockStates. For a cache, row 0 is for queries below 0. */     \
   X(block_states,  OptionalTensor, kProgramDataShape, kCheckedByOperator, kKeep, kLoop)                    \
   /* (N), int64: where the programs of score, gradient, captured gradient and mask begin, or -1; programs. */ \
   X(programs,      OptionalTensor, kProgramDataShape, kCheckedByOperator, kKeep, kLoop)

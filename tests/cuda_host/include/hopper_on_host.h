@@ -29,9 +29,16 @@ void claim_registers(Site site, int count);
 void barrier_init(uint64_t* barrier, uint32_t arrivals);
 void barrier_init_fence();
 void barrier_arrive(uint64_t* barrier, uint32_t bytes);
+void barrier_arrive_in_cluster(Site site, uint64_t* barrier, uint32_t rank);
 void barrier_wait(Site site, uint64_t* barrier, uint32_t parity);
+// The threads of the cluster meet in two steps.
+void cluster_arrive(Site site);
+void cluster_wait(Site site);
 void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, int rank,
               uint64_t* barrier);
+// blocks: a bit for each block of the cluster that gets the box.
+void load_box_into_blocks(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, int rank,
+                          uint64_t* barrier, uint32_t blocks);
 void store_box(Site site, const CUtensorMap* map, const int32_t* corner, int rank, const void* shared);
 void load_bytes(Site site, void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
 void bulk_add(Site site, float* sums, const float* terms, uint32_t count);
@@ -55,6 +62,7 @@ struct Product {
   float (*widen)(uint16_t bits);
   bool negative = false;  // d -= a b, or d = -a b
   int element_bytes = 2;
+  int rank = 0;  // of the block that multiplies; wgmma() sets it
 
   int depth() const { return 32 / element_bytes; }
 };
@@ -97,6 +105,13 @@ inline void barrier_arrive_expecting(Barrier& barrier, uint32_t bytes) {
 inline void barrier_wait(Barrier& barrier, uint32_t parity, CUDA_HOST_SITE) {
   cuda_host::barrier_wait({"barrier_wait", file, line}, &barrier, parity);
 }
+inline void barrier_arrive_in_cluster(Barrier& barrier, uint32_t rank, CUDA_HOST_SITE) {
+  cuda_host::barrier_arrive_in_cluster({"barrier_arrive_in_cluster", file, line}, &barrier, rank);
+}
+inline void cluster_sync(CUDA_HOST_SITE) {
+  cuda_host::cluster_arrive({"cluster_sync", file, line});
+  cuda_host::cluster_wait({"cluster_sync", file, line});
+}
 template <int kRank>
 void load_box(void* shared, const void* map, const int32_t (&corner)[kRank], Barrier& barrier,
               CUDA_HOST_SITE) {
@@ -104,6 +119,12 @@ void load_box(void* shared, const void* map, const int32_t (&corner)[kRank], Bar
                       &barrier);
 }
 
+template <int kRank>
+void load_box_into_blocks(void* shared, const void* map, const int32_t (&corner)[kRank], Barrier& barrier,
+                          uint16_t blocks, CUDA_HOST_SITE) {
+  cuda_host::load_box_into_blocks({"load_box_into_blocks", file, line}, shared,
+                                  static_cast<const CUtensorMap*>(map), corner, kRank, &barrier, blocks);
+}
 template <int kRank>
 void store_box(const void* map, const int32_t (&corner)[kRank], const void* shared, CUDA_HOST_SITE) {
   cuda_host::store_box({"store_box", file, line}, static_cast<const CUtensorMap*>(map), corner, kRank,

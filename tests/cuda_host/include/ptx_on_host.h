@@ -27,6 +27,7 @@ void acquire_turn(Site site, const int* turns, int turn);
 void release_turn(int* turns);
 uint32_t shared_address(const void* pointer);
 uint32_t opaque_shared_address(const void* pointer);
+unsigned char* shared_of_block(unsigned char* bytes);  // of the block that runs
 float exp2_fast(float x);
 float log2_fast(float x);
 
@@ -53,6 +54,7 @@ using cuda_host::log2_fast;
 using cuda_host::opaque_shared_address;
 using cuda_host::release_turn;
 using cuda_host::shared_address;
+using cuda_host::shared_of_block;
 
 inline void acquire_turn(const int* turns, int turn, CUDA_HOST_SITE) {
   cuda_host::acquire_turn({"acquire_turn", file, line}, turns, turn);
