@@ -215,8 +215,8 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
     };
     TileSources now = tile_at(begin);
     if (s.prefetches && split == task.splits.begin && end - begin > block_k &&
-        !now.values.is_part_of(now.keys) && Prefetcher::is_tile_ahead(now.keys, some))
-      Prefetcher({}, now.values, some).finish();  // values of later tiles are prefetched one tile ahead
+        !now.values.is_part_of(now.keys) && Prefetcher::is_tile_ahead(now.keys, some, rows))
+      Prefetcher({}, now.values, some, rows).finish();  // values of later tiles are prefetched one tile ahead
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
       const TileSources next = tile_at(std::min(j0 + block_k, end_of_task));
       const DecodeTile<In, T> tile{

@@ -62,4 +62,4 @@ constexpr int64_t kDecodeMinKeys =
 constexpr int64_t kDecodeKeysPerRow = 4;  // more keys for many rows: their results take longer to merge,
 constexpr int64_t kDecodeMostKeys =
     4096;  // and at most this number, so that other threads do not wait for one long cache
-constexpr int kPrefetchLevel = 2;  // for __builtin_prefetch: into L2
+constexpr int kPrefetchLevel = 2, kPrefetchLevelOfL1 = 3;  // for __builtin_prefetch: into L2, into L1
