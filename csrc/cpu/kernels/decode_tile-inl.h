@@ -43,7 +43,7 @@ template <class In, class T>
 DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads,
                                              int threads) {
   const Sizes& z = call.sizes;
-  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxChunk);
+  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxLongChunk);
   const int64_t rows = z.heads / z.heads_kv * seqlen_q;
   // A packed sequence can have fewer rows than the call, and so larger tiles.
   const int64_t block_k = fitted(call.varlen ? kMostDecodeKeys : decode_block_k(call), z.seqlen_k);
