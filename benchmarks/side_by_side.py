@@ -176,7 +176,12 @@ def openvinos(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
             request.set_input_tensor(n, raw)
     shape = (problem.B, problem.H, problem.S_q, problem.D)
 
-    return Call(request.infer, lambda: torch.from_numpy(request.get_output_tensor().data.astype("float32")).view(shape))
+    def result_of() -> torch.Tensor:
+        data = request.get_output_tensor().data  # numpy has no bfloat16: the bits are of float16 there
+        out = torch.from_numpy(data if problem.dtype == "float32" else data.view("int16").copy())
+        return (out if problem.dtype == "float32" else out.view(torch.bfloat16)).view(shape)
+
+    return Call(request.infer, result_of)
 
 
 def vllm(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:

@@ -150,11 +150,13 @@ inline bool prefetches_rows(const AttentionParams& p, int threads) {
 class Prefetcher {
  public:
   Prefetcher() = default;
-  Prefetcher(const TileSource& current, const TileSource& next, const HeadRange& heads)
+  // `queries`: the rows of Q that each row is multiplied with.
+  Prefetcher(const TileSource& current, const TileSource& next, const HeadRange& heads, int64_t queries)
       : heads_(heads),
         source_(&current),
         next_(&next),
-        ahead_(rows_ahead(current, heads)),
+        ahead_(rows_ahead(current, heads, queries)),
+        into_l1_(fits_l1(current, heads, ahead_)),
         row_(ahead_),
         end_row_(rows_of(current)) {}
 
@@ -167,18 +169,21 @@ class Prefetcher {
         end_row_(std::min(rows_of(source), last)) {}
   // Whether a whole tile is prefetched ahead. Then keys are prefetched during work on keys, and values during work on
   // values.
-  static bool is_tile_ahead(const TileSource& source, const HeadRange& heads) {
-    return rows_ahead(source, heads) == kTileChunks * kChunkRows;
+  static bool is_tile_ahead(const TileSource& source, const HeadRange& heads, int64_t queries) {
+    return rows_ahead(source, heads, queries) == kTileChunks * kChunkRows;
   }
 
   // Always inline, because GCC 12 removes calls of a function that only prefetches. Lines of one row take few instructions
   // and no call: a call would store the sums that the caller has in registers.
   FA_INLINE void lines(int64_t count) {
     if (at_ >= end_ && rows_left_ > 0) next_row_of_chunk();
-    const int64_t stored = count >> widening_;
-    if (stored << widening_ == count && end_ - at_ >= stored * kLine) {
+    const int64_t stored = count >> log2_parts_;
+    if (stored << log2_parts_ == count && end_ - at_ >= stored * kLine) {
       const char* from = at_;
-      if (widening_ == 0) {
+      if (into_l1_) {
+#pragma GCC unroll 16
+        for (int64_t n = 0; n < stored; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevelOfL1);
+      } else if (log2_parts_ == 0) {
 #pragma GCC unroll 16
         for (int64_t n = 0; n < count; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevel);
       } else {
@@ -189,8 +194,9 @@ class Prefetcher {
       lines_of_some_rows(count);
     }
   }
-  // After this call, lines() counts lines of elements with 2^widening times the bytes of the stored elements.
-  void count_widened(int widening) { widening_ = widening; }
+  // After this call, lines(count) prefetches count / 2^log2 lines: the caller's elements are wider than the stored ones, or
+  // the caller reads each row several times.
+  void divide_lines(int log2) { log2_parts_ = log2; }
   // Prefetches all remaining lines.
   void finish() {
     if (source_) lines_of_some_rows(std::numeric_limits<int64_t>::max() / 2);
@@ -199,12 +205,18 @@ class Prefetcher {
  private:
   static constexpr int64_t kLine = 64;  // bytes
 
-  // The prefetch distance: whole chunks, with enough bytes to hide the latency. Prefetched rows stay in L2.
-  static int64_t rows_ahead(const TileSource& source, const HeadRange& heads) {
-    constexpr int64_t kBytes = 32 << 10;
+  // The prefetch distance: whole chunks, with enough bytes to hide the latency. Measured with AVX-512: few queries are fast
+  // with 16 KiB, which are prefetched into L1. Products of many queries take longer, so that 64 KiB are better. These
+  // stay in L2.
+  static constexpr int64_t kBytesInL1 = 16 << 10;
+  static int64_t rows_ahead(const TileSource& source, const HeadRange& heads, int64_t queries) {
+    const int64_t bytes = FA_VECTOR_BYTES < 64 ? 32 << 10 : queries < 8 ? kBytesInL1 : 64 << 10;
     int64_t chunks = 1;
-    while (chunks < kTileChunks && chunks * heads.count * source.bytes * kChunkRows < kBytes) ++chunks;
+    while (chunks < kTileChunks && chunks * heads.count * source.bytes * kChunkRows < bytes) ++chunks;
     return chunks * kChunkRows;
+  }
+  static bool fits_l1(const TileSource& source, const HeadRange& heads, int64_t rows) {
+    return FA_VECTOR_BYTES == 64 && rows * heads.count * source.bytes <= kBytesInL1;
   }
   static int64_t rows_of(const TileSource& source) { return source.known ? source.rows : 0; }
 
@@ -213,13 +225,19 @@ class Prefetcher {
     at_ = end_ + source_->stride - row_bytes_;
     end_ = at_ + row_bytes_;
   }
+  void prefetch(const char* line) const {
+    if (into_l1_)
+      __builtin_prefetch(line, 0, kPrefetchLevelOfL1);
+    else
+      __builtin_prefetch(line, 0, kPrefetchLevel);
+  }
   __attribute__((noinline)) void lines_of_some_rows(int64_t count) {
     due_ += count;
-    const int64_t stored = due_ >> widening_;
-    due_ -= stored << widening_;
+    const int64_t stored = due_ >> log2_parts_;
+    due_ -= stored << log2_parts_;
     for (int64_t n = 0; n < stored; ++n, at_ += kLine) {
       if (at_ >= end_ && !find_row()) return;
-      __builtin_prefetch(at_, 0, kPrefetchLevel);
+      prefetch(at_);
     }
   }
   bool find_row() {
@@ -249,7 +267,7 @@ class Prefetcher {
         end_ += rows_left_ * row_bytes_;
         rows_left_ = 0;
         // The next chunk often follows. A CPU's own prefetch does not cross a page, so this starts it there.
-        for (int64_t n = 0; n < 3; ++n) __builtin_prefetch(end_ + n * kLine, 0, kPrefetchLevel);
+        for (int64_t n = 0; n < 3; ++n) prefetch(end_ + n * kLine);
       }
     } else if (++head_ == heads_.count) {
       head_ = 0;
@@ -260,9 +278,11 @@ class Prefetcher {
 
   HeadRange heads_{};
   const TileSource *source_ = nullptr, *next_ = nullptr;
-  int widening_ = 0;
-  int64_t due_ = 0;  // widened lines, less than a stored line
-  int64_t ahead_ = 0, row_ = 0, end_row_ = 0, head_ = 0;
+  int log2_parts_ = 0;
+  int64_t due_ = 0;  // the caller's lines that are less than a line to prefetch
+  int64_t ahead_ = 0;
+  bool into_l1_ = false;
+  int64_t row_ = 0, end_row_ = 0, head_ = 0;
   int64_t rows_left_ = 0, row_bytes_ = 0;  // of the current chunk, if its heads are one or adjacent
   const char *at_ = nullptr, *end_ = nullptr;
 };

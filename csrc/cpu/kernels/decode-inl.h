@@ -14,17 +14,25 @@
 
 #include "decode_tile-inl.h"
 
-// Returns whether the decode kernel runs. It runs for few queries. It is also faster for some more queries of a long
-// cache, if only the softmax follows the product. The reason: it multiplies the rows of a whole group at once,
-// prefetches keys, and splits them.
+// Returns the number of queries up to which the decode kernel is faster, if only the softmax follows the product. It multiplies
+// the rows of a whole group at once, prefetches keys, and splits them.
+inline int64_t most_queries_of_chunk(const AttentionParams& p) {
+  const Sizes& z = p.sizes;
+  const Range seen = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
+  const int64_t bytes = (seen.end - seen.begin) * (z.head_dim + z.head_dim_v) * bytes_of(p.dtype);
+  const bool is_small = z.heads / z.heads_kv * z.seqlen_q <= kDecodeMaxRowsOfLongChunk;
+  if (is_small && bytes >= kDecodeMinBytesOfLongChunk) return kDecodeMaxLongChunk;
+  return z.seqlen_k >= kDecodeMinKeysOfChunk ? kDecodeMaxChunk : kDecodeMaxQueries;
+}
+
+// Returns whether the decode kernel runs: for few queries, or for some more queries of a long cache.
 inline bool is_decode(const AttentionParams& p) {
   const Sizes& z = p.sizes;
-  const bool is_chunk = z.seqlen_q <= kDecodeMaxChunk && z.seqlen_k >= kDecodeMinKeysOfChunk &&
-                        z.heads / z.heads_kv * z.seqlen_q <= kMostRowsAtOnce;
+  const bool fits = z.heads / z.heads_kv * z.seqlen_q <= kMostRowsAtOnce;
   const bool only_softmax_follows = !p.mask && !p.alibi && !p.dropout && p.softcap == 0 &&
                                     p.band.left >= Band::kUnbounded && !p.band.chunks &&
                                     p.varlen.cache.dtype == CacheDType::kOfQuery;
-  return is_decode(p, is_chunk && only_softmax_follows ? kDecodeMaxChunk : kDecodeMaxQueries);
+  return is_decode(p, fits && only_softmax_follows ? most_queries_of_chunk(p) : kDecodeMaxQueries);
 }
 // Returns whether the decode kernel may run for some sequence of the call.
 inline bool may_decode(const AttentionParams& call) { return call.varlen || is_decode(call); }
@@ -215,8 +223,8 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
     };
     TileSources now = tile_at(begin);
     if (s.prefetches && split == task.splits.begin && end - begin > block_k &&
-        !now.values.is_part_of(now.keys) && Prefetcher::is_tile_ahead(now.keys, some))
-      Prefetcher({}, now.values, some).finish();  // values of later tiles are prefetched one tile ahead
+        !now.values.is_part_of(now.keys) && Prefetcher::is_tile_ahead(now.keys, some, rows))
+      Prefetcher({}, now.values, some, rows).finish();  // values of later tiles are prefetched one tile ahead
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
       const TileSources next = tile_at(std::min(j0 + block_k, end_of_task));
       const DecodeTile<In, T> tile{

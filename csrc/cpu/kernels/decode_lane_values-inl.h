@@ -167,17 +167,15 @@ constexpr int64_t rows_of_group(int64_t rows) {
   return (static_cast<uint32_t>(rows) + groups - 1) / groups;
 }
 
-// out += P V for `rows` rows and a whole tile. The first group of rows prefetches.
+// out += P V for `rows` rows and a whole tile.
 template <class Values, class In, class T>
 void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t rows, const Rows<In>* chunk,
                          int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
-  Prefetcher nothing;
   for (int64_t row = 0, count; row < rows; row += count) {
     count = rows_of_group(rows - row);
     const auto add = [&](auto few) {
       if constexpr (few.value <= kMostValueRows && rows_of_group(few.value) == few.value)
-        add_value_lanes<Values, few.value>(probs, row, chunk, keys, out + row * ldo, ldo,
-                                           row == 0 ? ahead : nothing);
+        add_value_lanes<Values, few.value>(probs, row, chunk, keys, out + row * ldo, ldo, ahead);
     };
     switch (count) {
       case 1: add(std::integral_constant<int, 1>{}); break;

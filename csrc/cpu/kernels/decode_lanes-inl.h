@@ -89,8 +89,8 @@ constexpr int64_t lanes_of(int64_t rows) {
   return rows > kLanes<T> ? round_up_to_lanes<T>(rows) : kLanes<T> >> log2_span_of<T>(rows);
 }
 
-// Measured up to 64 rows of 16 lanes, on a CPU with one unit for 64-byte multiply-adds (Zen 4). They are as
-// fast as the panels of the forward's product, or faster. More rows use the panels.
+// Measured with AVX-512 up to 64 rows. They are as fast as the panels of the forward's product, or faster: 0.66 to 1.0 of the
+// time on Zen 5, 0.96 on Zen 4. More rows use the panels.
 constexpr int kMostLaneBlocks = 4;
 
 // Returns whether the products of this file compute `rows` rows. Otherwise the forward's matrix product does.
@@ -98,11 +98,6 @@ template <class T>
 constexpr bool uses_lane_blocks(int64_t rows) {
 #if defined(FA_HAS_TILE_REGISTERS)  // faster from half a vector on
   return rows <= kLanes<T> / 2;
-#elif FA_VECTOR_BYTES == 64 && !defined(FA_DOT_BFLOAT16)
-  // Two or more whole vectors have no padding in panels, and panels load less for each multiply-add. With
-  // lanes, a CPU with two units for multiply-adds waits for loads.
-  const bool fills_panels = rows >= 2 * kLanes<T> && rows % kLanes<T> == 0;
-  return rows <= kMostLaneBlocks * kLanes<T> && !fills_panels;
 #else
   return rows <= kMostLaneBlocks * kLanes<T>;
 #endif
@@ -146,6 +141,13 @@ template <class In, class T>
 constexpr bool reads_all_keys_in_place(int64_t rows) {
   return reads_keys_in_place<In, T>(rows_of_block<T>(rows)) &&
          reads_keys_in_place<In, T>(rows_of_last_block<T>(rows));
+}
+
+// Returns whether decode_vector_of_rows-inl.h computes the scores of a block of `rows` rows from elements of keys, which may be
+// copies. AVX-512: a block that needs more than half a vector.
+template <class T>
+constexpr bool multiplies_vector_of_rows(int64_t rows) {
+  return FA_VECTOR_BYTES == 64 && span_of<T>(rows) == 1;
 }
 
 // Returns the number of elements of a row of Q in a block, padded for each form.
@@ -302,7 +304,6 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
   constexpr int L = kLanes<T>;
   constexpr int64_t kFarRows =
       2048;  // bytes: 16 rows at these distances compete for a few sets of the L1 cache
-  Prefetcher nothing;
   for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows) {
     const int64_t count = std::min(kChunkRows, keys - j0);
     Tile<E> chunk{k.data + j0 * k.ld, k.ld};
@@ -325,14 +326,13 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
         std::fill(first_row + n * chunk.ld, first_row + (n + 1) * chunk.ld, E{});
     }
     for_each_lane_block<T>(rows, [&](int64_t first, int64_t some) {
-      if (reads_keys_in_place<In, T>(some)) return;
+      if (reads_keys_in_place<In, T>(some) || multiplies_vector_of_rows<T>(some)) return;
       for_span<T>(some, [&](auto span) {
         constexpr int kSpan = span.value;
         for (int64_t j = 0; j < count; j += kDotSums)
           lanes_block<T, kSpan>(q + first * block_depth, ceil_div(depth, kSpan), chunk.data + j * chunk.ld,
                                 chunk.ld, scale, to.at(first, some, first_key + j0 + j),
-                                kSpan * sizeof(In) * (std::is_same_v<E, T> ? 1 : 2),
-                                first == 0 ? ahead : nothing);
+                                kSpan * sizeof(In) * (std::is_same_v<E, T> ? 1 : 2), ahead);
       });
     });
   }

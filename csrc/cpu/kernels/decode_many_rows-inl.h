@@ -61,6 +61,7 @@ template <class In, class T>
 struct ManyRowsOperands {
   using Element = T;
   static constexpr bool kReadsValuesInPlace = std::is_same_v<In, T>;
+  static constexpr bool kWidensKeys = !std::is_same_v<In, T>;
 
   static int64_t depth_of(int64_t n) { return n; }
   static int64_t prob_elements(int64_t, int64_t) { return 0; }
@@ -111,7 +112,7 @@ struct ManyRowsOperands {
 template <>
 struct ManyRowsOperands<BFloat16, float> {
   using Element = Pair;
-  static constexpr bool kReadsValuesInPlace = false;
+  static constexpr bool kReadsValuesInPlace = false, kWidensKeys = false;
 
   static int64_t depth_of(int64_t n) { return pairs_of(n); }
   static int64_t prob_elements(int64_t lanes, int64_t keys) {
@@ -154,6 +155,7 @@ template <class In, class T>
 struct ManyRows {
   using Operands = ManyRowsOperands<In, T>;
   using E = typename Operands::Element;
+  static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64 ? BlockForm<E, T, 1>::kSpan : 1;
 
   E* q;           // [heads of a task][D][lanes]   Q^T in panels
   T* scores;      // [block_k][lanes]              S^T, if other steps than the softmax follow
@@ -259,6 +261,8 @@ struct ManyRows {
       E* to = q + (n * lanes + first) * block_depth_of<T>(depth);
       if constexpr (kReadsKeysInPlace<In, T>)
         if (reads_keys_in_place<In, T>(count)) return load_block(from + first * ldq, ldq, count, depth, to);
+      if (multiplies_vector_of_rows<T>(count))
+        return load_block_of_queries<E, T>(from + first * ldq, ldq, count, depth, to);
       load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
     });
   }
@@ -267,24 +271,29 @@ struct ManyRows {
     const int64_t depth = Operands::depth_of(k.cols), block_depth = block_depth_of<T>(depth);
     const E* own = q + n * block_depth * lanes_of<T>(rows);
     if constexpr (kReadsKeysInPlace<In, T>) {
-      Prefetcher nothing;
       for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
         if (reads_keys_in_place<In, T>(count))
-          score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j),
-                      first == 0 ? ahead : nothing);
+          score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j), ahead);
       });
       if (reads_all_keys_in_place<In, T>(rows)) return;
     }
-    score_lanes<In, T>(own, block_depth, rows, depth,
-                       Operands::load_keys(k, keys, k_tile, widest_span<T>(rows)), keys, scale, to, j, k_tile,
-                       ahead);
+    const Tile<E> tile = Operands::load_keys(k, keys, k_tile, std::max(widest_span<T>(rows), kSpanOfVectors));
+    if constexpr (FA_VECTOR_BYTES == 64) {
+      const int64_t whole_cols =
+          tile.data == k_tile ? ceil_div(depth, kSpanOfVectors) * kSpanOfVectors : depth;
+      for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+        if (multiplies_vector_of_rows<T>(count))
+          score_block_of_rows<E>(own + first * block_depth, count, Rows<E>{tile.data, tile.ld, whole_cols},
+                                 keys, scale, to.at(first, count, j), k_tile, ahead);
+      });
+    }
+    score_lanes<In, T>(own, block_depth, rows, depth, tile, keys, scale, to, j, k_tile, ahead);
   }
   void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
                        int64_t ldo, Prefetcher& ahead) const {
-    Prefetcher nothing;
     for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
       Operands::add_lanes(block_of(all, first, count, keys), count, v, keys, out + first * ldo, ldo, probs,
-                          first == 0 ? ahead : nothing);
+                          ahead);
     });
   }
 #endif
@@ -295,7 +304,7 @@ struct ManyRows {
     if constexpr (kHasSumsOfColumns)
       load_columns_of_queries<In>(from, ldq, rows, depth, to);
     else
-      load_block_of_queries<In>(from, ldq, rows, depth, to);
+      load_block_of_queries<In, T>(from, ldq, rows, depth, to);
   }
   void score_block(const E* own, int64_t rows, const Rows<In>& k, int64_t keys, T scale, T* out,
                    Prefetcher& ahead) const {

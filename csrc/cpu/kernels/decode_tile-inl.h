@@ -43,7 +43,7 @@ template <class In, class T>
 DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads,
                                              int threads) {
   const Sizes& z = call.sizes;
-  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxChunk);
+  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxLongChunk);
   const int64_t rows = z.heads / z.heads_kv * seqlen_q;
   // A packed sequence can have fewer rows than the call, and so larger tiles.
   const int64_t block_k = fitted(call.varlen ? kMostDecodeKeys : decode_block_k(call), z.seqlen_k);
@@ -129,6 +129,19 @@ struct DecodeTile {
     if (cache.dtype == CacheDType::kOfQuery || is_int8 || is_int4) return 0;
     return (sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1) + (cache.dtype == CacheDType::kInt4);
   }
+  // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows. Each
+  // reading prefetches a part, because many prefetches at once wait for each other. These functions return the logarithm of
+  // the number of parts. More parts would be less than a cache line, and lines() is slow for less than a line.
+  int log2_readings_of_keys() const {
+    const bool shares =
+        all_at_once && uses_lane_blocks<T>(rows) && !kReadsKeysInPlace<In, T> && widening() == 0;
+    return shares && rows_of_block<T>(rows) < rows;
+  }
+  int log2_readings_of_values() const {
+    if (FA_VECTOR_BYTES < 64 || !all_at_once || !uses_lane_blocks<T>(rows)) return 0;
+    const int64_t groups = ceil_div(rows, kMostValueRows);
+    return std::clamp(2 - widening(), 0, groups >= 4 ? 2 : groups >= 2 ? 1 : 0);
+  }
   // Whether a key may be hidden from a query.
   bool may_mask() const {
     return p.functions || is_masked_before(p, j0 + keys) ||
@@ -157,10 +170,11 @@ struct DecodeTile {
           s.multiplied[n] = s.nibbles.keys_of(slot + n).load(p, cache.k_groups, s.nibbles.of_key,
                                                              heads.first + n, j0, keys);
     }
-    // One product of the whole tile reads each panel of Q^T once, not once for each chunk. Blocks of lanes need a copy of
-    // widened keys, which stays in L1 only for a chunk.
-    const bool keeps_chunks = uses_lane_blocks<T>(rows) && (kHasVectorsOfRows || !std::is_same_v<In, T>) &&
-                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
+    // One product of the whole tile reads each panel of Q^T once, not once for each chunk. Blocks of lanes have chunks in two
+    // cases: several heads, so that memory is read in order, and a copy of widened keys, which stays in L1 only for a chunk.
+    const bool copies_keys = (kHasVectorsOfRows || ManyRowsOperands<In, T>::kWidensKeys) &&
+                             !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
+    const bool keeps_chunks = uses_lane_blocks<T>(rows) && (heads.count > 1 || copies_keys);
     const int64_t step = all_at_once && !keeps_chunks && in_one_place(source) ? keys : kChunkRows;
     for (int64_t j = 0; j < keys; j += step) {
       const int64_t count = std::min(step, keys - j);
@@ -470,19 +484,21 @@ template <class In, class T, class ResultOf>
 void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const TileSources& next,
                  const ResultOf& result_of) {
   const bool shares_rows = now.values.is_part_of(now.keys),
-             is_tile_ahead = Prefetcher::is_tile_ahead(now.keys, tile.heads);
+             is_tile_ahead = Prefetcher::is_tile_ahead(now.keys, tile.heads, tile.rows);
   // Latent attention: V is the first columns of K, and no row is prefetched twice. The product with V has more and
   // smaller register tiles, so it issues most prefetches of the next tile.
   const int64_t few = kChunkRows, all = kMostDecodeKeys;
   Prefetcher during_scores, during_values;
   if (tile.s.prefetches) {
-    during_scores = shares_rows ? Prefetcher(next.keys, 0, few, tile.heads)
-                                : Prefetcher(now.keys, is_tile_ahead ? next.keys : now.values, tile.heads);
-    during_values = shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
-                                : Prefetcher(now.values, is_tile_ahead ? next.values : next.keys, tile.heads);
+    during_scores = shares_rows
+                        ? Prefetcher(next.keys, 0, few, tile.heads)
+                        : Prefetcher(now.keys, is_tile_ahead ? next.keys : now.values, tile.heads, tile.rows);
+    during_values =
+        shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
+                    : Prefetcher(now.values, is_tile_ahead ? next.values : next.keys, tile.heads, tile.rows);
   }
-  during_scores.count_widened(tile.widening());
-  during_values.count_widened(tile.widening());
+  during_scores.divide_lines(tile.widening() + tile.log2_readings_of_keys());
+  during_values.divide_lines(tile.widening() + tile.log2_readings_of_values());
   tile.load_scores(now.keys, during_scores);
   for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, now.values, result_of(n));
   tile.add_values(now.values, during_values, result_of);

@@ -1,14 +1,15 @@
-// S^T of decode on AVX2, for a block of at most L rows: a whole vector of rows, or fewer rows and keys of 16 bits.
+// S^T of decode for a block of at most L rows. AVX-512: a whole vector of rows. AVX2: a whole vector of rows, or fewer rows and
+// keys of 16 bits.
 //
 // A load broadcasts kSpan neighbouring columns of a key, and kBlocks multiply-adds use it. With one load for each
-// multiply-add the loads would be the limit: AVX2 has two of each in a cycle.
+// multiply-add the loads would be the limit: these CPUs have two of each in a cycle.
 //
 // A block has L / kSpan rows and is one vector of sums. Lane r * kSpan + i of it has column i of the block's row r. The
 // sums of all spans of all blocks become S^T. Example: kSpan 2, L = 8, 8 rows. The rows of block 0 are 0, 1, 4 and 5:
 //
 //   q0[c] q0[c+1] q1[c] q1[c+1] q4[c] ...  times  k[c] k[c+1] k[c] k[c+1] k[c] ...
 //
-// Keys of 16 bits are widened in registers, after the broadcast. So no copy of them is written.
+// AVX2 widens keys of 16 bits in registers, after the broadcast. So no copy of them is written.
 #pragma once
 
 #include "decode_lanes-inl.h"
@@ -17,7 +18,10 @@
 template <class In, int kSpan>
 struct KeyColumns {
   static constexpr int kVectors = 1;
-  FA_INLINE static void load(const In* k, Vec<In>* columns) { columns[0] = broadcast_span<kSpan>(k); }
+  template <class V>
+  FA_INLINE static void load(const In* k, V* columns) {
+    columns[0] = broadcast_span<kSpan>(k);
+  }
 };
 
 #if FA_VECTOR_BYTES == 32
@@ -59,7 +63,7 @@ struct BlockForm {
 // Calls body(rest) with rest = span_of(rows) as a compile-time constant.
 template <class In, class T, class Body>
 inline void for_form(int64_t rows, const Body& body) {
-  if constexpr (!std::is_same_v<In, T>) {
+  if constexpr (kHasVectorsOfRows && !std::is_same_v<In, T>) {
     const int rest = span_of<T>(rows);
     if (rest == 4) return body(std::integral_constant<int, 4>{});
     if (rest == 2) return body(std::integral_constant<int, 2>{});
@@ -69,14 +73,14 @@ inline void for_form(int64_t rows, const Body& body) {
 
 // Copies q[r][c] of `rows` <= L rows: kBlocks vectors for each vector of columns. Rows of `q` are padded with zeros to whole
 // vectors. Lanes of missing rows repeat the last row.
-template <class In, class T>
-inline void load_block_of_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to) {
+template <class In, class T, class E>
+inline void load_block_of_queries(const E* q, int64_t ldq, int64_t rows, int64_t depth, E* to) {
   for_form<In, T>(rows, [&](auto rest) {
     using Form = BlockForm<In, T, rest.value>;
     constexpr int L = kLanes<T>, kSpan = Form::kSpan, kVectors = Form::Columns::kVectors,
                   kBlocks = Form::kBlocks;
     constexpr int kPart = 16 / sizeof(T), kRows = kPart / kSpan;  // rows of a block in 16 bytes
-    const T* from[kBlocks][L];
+    const E* from[kBlocks][L];
     for (int b = 0; b < kBlocks; ++b)
       for (int lane = 0; lane < L; ++lane) {
         const int64_t row = lane / kPart * (kRows * kBlocks) + b * kRows + lane % kPart / kSpan;
@@ -104,8 +108,8 @@ FA_INLINE Vec<T> sum_blocks(Vec<T> (&block)[kBlocks]) {
 }
 
 // out[n] = scale * S^T of key j + n, for kKeys keys. Keys past `keys` read the last key again.
-template <class In, class T, int kRest>
-FA_INLINE void block_of_rows(const T* q, int64_t steps, const Rows<In>& k, int64_t j, int64_t keys, T scale,
+template <class In, class T, int kRest, class E>
+FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                              T* out, Prefetcher& ahead) {
   using Form = BlockForm<In, T, kRest>;
   using Columns = typename Form::Columns;
@@ -119,21 +123,22 @@ FA_INLINE void block_of_rows(const T* q, int64_t steps, const Rows<In>& k, int64
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) sum[n][b] = Vec<T>{};
   }
+  constexpr int64_t kBytesAtOnce = kHasVectorsOfRows ? 64 : 128;  // of a prefetch
   int64_t until_line = 1;
   for (int64_t step = 0; step < steps; ++step, q += kVectors * kBlocks * L) {
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
-      Vec<T> columns[kVectors];
+      decltype(load_elements(q)) columns[kVectors];
       Columns::load(key[n] + step * Form::kStep, columns);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b)
-          sum[n][b] = multiply_add(sum[n][b], columns[v], load<T>(q + (v * kBlocks + b) * L));
+          sum[n][b] = multiply_add(sum[n][b], columns[v], load_elements(q + (v * kBlocks + b) * L));
     }
     if (--until_line == 0) {
-      ahead.lines(ceil_div(kBytes, 64));
-      until_line = std::max<int64_t>(64 / kBytes, 1);
+      until_line = std::max<int64_t>(kBytesAtOnce / kBytes, 1);
+      ahead.lines(ceil_div(until_line * kBytes, 64));
     }
   }
   Vec<T> of_key[N];
@@ -145,8 +150,8 @@ FA_INLINE void block_of_rows(const T* q, int64_t steps, const Rows<In>& k, int64
 }
 
 // S^T of a chunk of at most kChunkRows keys. Writes whole blocks of keys. `copy` has room for kChunkRows keys.
-template <class In, class T>
-inline void score_block_of_rows(const T* q, int64_t rows, Rows<In> k, int64_t keys, T scale, T* out, In* copy,
+template <class In, class T, class E>
+inline void score_block_of_rows(const E* q, int64_t rows, Rows<In> k, int64_t keys, T scale, T* out, In* copy,
                                 Prefetcher& ahead) {
   for_form<In, T>(rows, [&](auto rest) {
     using Form = BlockForm<In, T, rest.value>;

@@ -52,9 +52,13 @@ inline Tiling fitted(const Tiling& t, const Sizes& z) {
 // Keys of a tile: decode_block_k(). The start and the end of a tile take as long as the products of several keys: tiles of 128
 // keys save 3% to 9% of a call of up to 16 rows. The scores of more rows would leave L1.
 constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 128, kRowsOfMostKeys = 16;
-constexpr int64_t kDecodeMaxQueries = 8;  // above it the forward's tile was measured to be faster,
-constexpr int64_t kDecodeMaxChunk = 32,
-                  kDecodeMinKeysOfChunk = 512;  // except up to 32 queries on at least 512 keys
+// Decode has up to 8 queries. With more queries the forward's tile was measured to be faster, with two exceptions: up to 32
+// queries of at least 512 keys, and on AVX-512 up to 128 queries and 256 rows of a group, if they see at least 2 MiB of K and V
+// of a head.
+constexpr int64_t kDecodeMaxQueries = 8;
+constexpr int64_t kDecodeMaxChunk = 32, kDecodeMinKeysOfChunk = 512;
+constexpr int64_t kDecodeMaxLongChunk = FA_VECTOR_BYTES == 64 ? 128 : kDecodeMaxChunk,
+                  kDecodeMaxRowsOfLongChunk = 256, kDecodeMinBytesOfLongChunk = 2 << 20;
 constexpr int64_t kDecodeTasks =
     256;  // splits the keys until a batch of one has two tasks for each of 128 threads,
 constexpr int64_t kDecodeMinKeys =
@@ -62,4 +66,4 @@ constexpr int64_t kDecodeMinKeys =
 constexpr int64_t kDecodeKeysPerRow = 4;  // more keys for many rows: their results take longer to merge,
 constexpr int64_t kDecodeMostKeys =
     4096;  // and at most this number, so that other threads do not wait for one long cache
-constexpr int kPrefetchLevel = 2;  // for __builtin_prefetch: into L2
+constexpr int kPrefetchLevel = 2, kPrefetchLevelOfL1 = 3;  // for __builtin_prefetch: into L2, into L1
