@@ -21,7 +21,7 @@ inline int64_t most_queries_of_chunk(const AttentionParams& p) {
   const Range seen = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   const int64_t bytes = (seen.end - seen.begin) * (z.head_dim + z.head_dim_v) * bytes_of(p.dtype);
   const bool is_small = z.heads / z.heads_kv * z.seqlen_q <= kDecodeMaxRowsOfLongChunk;
-  if (is_small && bytes >= kDecodeMinBytesOfLongChunk) return kDecodeMaxLongChunk;
+  if (is_small && !p.functions && bytes >= kDecodeMinBytesOfLongChunk) return kDecodeMaxLongChunk;
   return z.seqlen_k >= kDecodeMinKeysOfChunk ? kDecodeMaxChunk : kDecodeMaxQueries;
 }
 
