@@ -89,9 +89,9 @@ constexpr int64_t lanes_of(int64_t rows) {
   return rows > kLanes<T> ? round_up_to_lanes<T>(rows) : kLanes<T> >> log2_span_of<T>(rows);
 }
 
-// Measured with AVX-512 up to 64 rows. They are as fast as the panels of the forward's product, or faster: 0.66 to 1.0 of the
-// time on Zen 5, 0.96 on Zen 4. More rows use the panels.
-constexpr int kMostLaneBlocks = 4;
+// More rows use the panels of the forward's product. Measured with AVX-512: up to 96 rows lanes take 0.66 to 1.0 of the panels'
+// time on Zen 5, and about the same time on Zen 4. With 128 rows they take up to 1.06.
+constexpr int kMostLaneBlocks = FA_VECTOR_BYTES == 64 ? 6 : 4;
 
 // Returns whether the products of this file compute `rows` rows. Otherwise the forward's matrix product does.
 template <class T>
