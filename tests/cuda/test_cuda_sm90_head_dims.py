@@ -76,7 +76,7 @@ def test_tile_edges_of_the_backward(kernels, dims, deterministic):
         check_against_reference(q, k, v, **options)
         ran = kernels.c.last_kernel().decode()
         assert f"sm90::dq_kernel<{name}, " in ran
-        assert f"Backward<{name}, {dims[0]}, {dims[1]}, true, false>" in ran
+        assert f"Backward<{name}, {dims[0]}, {dims[1]}, true, false, false>" in ran
 
 
 @pytest.mark.parametrize("head_dim", [96, 192])
