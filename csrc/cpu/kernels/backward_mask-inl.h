@@ -37,7 +37,8 @@ template <class Pass>
 void add_shared_scores(Pass& pass, int64_t b, int64_t h, const Range& queries, const Range& keys,
                        const Range& part) {
   using T = typename Pass::T;
-  const auto [block_q, block_k] = backward_tiling<T>();
+  const Tiling tiling = backward_tiling<T>();  // lambdas of C++17 capture no structured binding
+  const int64_t block_q = tiling.block_q, block_k = tiling.block_k;
   const BackwardParams& p = pass.p;
   int64_t n = 0;  // number of the first score tile of the key block
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += block_k) {
