@@ -38,7 +38,7 @@ def switches() -> list[str]:
 
 
 def programs() -> list[str | None]:
-    """Returns what is different in each program: nothing, a switch of the forward, or the backward."""
+    """Returns the argument `changed` of each program: None, the switches of the forward, and OF_BACKWARD."""
     return [None, *switches(), OF_BACKWARD]
 
 
@@ -67,8 +67,12 @@ def command(compiler: str, changed: str | None) -> list[str]:
 
 
 def is_compiled(changed: str | None) -> bool:
-    done, source = program(changed), ROOT / (BACKWARD_SOURCES if changed == OF_BACKWARD else SOURCES)[0]
-    return units.is_newer_than_sources(done) and done.stat().st_mtime > source.stat().st_mtime
+    done = program(changed)
+    if not units.is_newer_than_sources(done):
+        return False
+    return all(
+        done.stat().st_mtime > source.stat().st_mtime for source in Path(__file__).parent.glob("switches*.[ch]*")
+    )
 
 
 def compile_all(compiler: str) -> None:

@@ -1,65 +1,20 @@
 // Times the plain backward of sm90 at head dimension 256 in pairs of blocks and in single blocks
 // (FLASH_ATTN_EXT_SM90_BACKWARD_PAIRS), and compares the gradients. Prints a line for each problem: head dimension,
 // length, causal, microseconds in pairs, microseconds in single blocks, whether the gradients agree.
+#include <benchmarks/gpu/switches.h>
 #include <csrc/cuda/sm90/backward_launch.cuh>
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <vector>
 
 namespace {
 
 using flash_attn_ext::BackwardParams;
 using flash_attn_ext::DType;
-using flash_attn_ext::Tensor4;
+using namespace switches;
 namespace sm90 = flash_attn_ext::cuda::sm90;
 
-void check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::puts(cudaGetErrorString(status));
-  std::exit(1);
-}
-
 constexpr int kHeadDim = 256;
-constexpr int64_t kTokens = 16384, kHeads = 2048 / kHeadDim, kElements = kTokens * kHeads * kHeadDim;
-
-// Bytes on the GPU.
-void* allocate(size_t bytes) {
-  void* data;
-  check(cudaMalloc(&data, bytes));
-  return data;
-}
-
-constexpr int kTensors = 8;
-constexpr int64_t kShift = 12347;  // between the values of two tensors, so that they differ
-
-// Values of bfloat16 around 1 / 4 of either sign, for all tensors of all problems.
-const std::vector<uint16_t>& random_values() {
-  static const std::vector<uint16_t> values = [] {
-    std::vector<uint16_t> result(kElements + (kTensors - 1) * kShift);
-    uint64_t state = 1;
-    for (uint16_t& value : result) {
-      state = state * 6364136223846793005 + 1442695040888963407;
-      value = static_cast<uint16_t>(state >> 63 << 15 | 0x3e00 | (state >> 48 & 0xff));
-    }
-    return result;
-  }();
-  return values;
-}
-
-// The n-th tensor of a problem, (B, H, S, D).
-Tensor4 make_tensor(int n, int64_t length) {
-  void* const data = allocate(kElements * 2);
-  check(cudaMemcpy(data, random_values().data() + n * kShift, kElements * 2, cudaMemcpyHostToDevice));
-  return {data, kHeads * length * kHeadDim, length * kHeadDim, kHeadDim};
-}
-
-std::vector<uint16_t> values_of(const Tensor4& t) {
-  std::vector<uint16_t> values(kElements);
-  check(cudaMemcpy(values.data(), t.data, kElements * 2, cudaMemcpyDeviceToHost));
-  return values;
-}
+constexpr int64_t kHeads = kColumns / kHeadDim;
 
 float widen(uint16_t bits) {
   const uint32_t word = uint32_t{bits} << 16;
@@ -87,19 +42,10 @@ struct Gradients {
 
 template <bool kPaired>
 Gradients measure(const BackwardParams& p, void* workspace, float& microseconds) {
-  constexpr int kWarmUp = 3, kRepeats = 10;
-  cudaEvent_t start, stop;
-  check(cudaEventCreate(&start));
-  check(cudaEventCreate(&stop));
-  for (int repeat = 0; repeat < kWarmUp + kRepeats; ++repeat) {
-    if (repeat == kWarmUp) check(cudaEventRecord(start));
-    check(
-        sm90::launch_backward_tiles<__nv_bfloat16, kHeadDim, kHeadDim, true, kPaired>(p, workspace, nullptr));
-  }
-  check(cudaEventRecord(stop));
-  check(cudaEventSynchronize(stop));
-  check(cudaEventElapsedTime(&microseconds, start, stop));
-  microseconds *= 1000.0f / kRepeats;
+  microseconds = microseconds_of(10, [&] {
+    return sm90::launch_backward_tiles<__nv_bfloat16, kHeadDim, kHeadDim, true, kPaired>(p, workspace,
+                                                                                         nullptr);
+  });
   return {values_of(p.dq), values_of(p.dk), values_of(p.dv)};
 }
 
@@ -110,8 +56,9 @@ void compare(int64_t length, bool causal) {
   p.sizes = {batch, kHeads, kHeads, length, length, kHeadDim, kHeadDim};
   p.scale = 0.0625;
   if (causal) p.band.right = 0;
-  Tensor4* const tensors[kTensors] = {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv};
-  for (int n = 0; n < kTensors; ++n) *tensors[n] = make_tensor(n, length);
+  static const std::vector<uint16_t> values = random_values(0x3e00);
+  Tensor4* const tensors[kMostTensors] = {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv};
+  for (int n = 0; n < kMostTensors; ++n) *tensors[n] = make_tensor(values, n, kHeads, length, kHeadDim);
   // The log of the number of keys, so that the weights of a row add up to about 1.
   const std::vector<float> lse(batch * kHeads * length, std::log(static_cast<float>(length)));
   p.lse = static_cast<float*>(allocate(lse.size() * sizeof(float)));
