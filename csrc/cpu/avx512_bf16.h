@@ -6,7 +6,9 @@
 #define FA_DOT_BFLOAT16(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 #define FA_CVTPS_BF16(x) (Half16) _mm512_cvtneps_pbh(x)
 #define FA_CVTPS_BF16_2(low, high) (__m512i) _mm512_cvtne2ps_pbh(high, low)
-#define FA_PERMUTE16(x, from) (U32) _mm512_permutexvar_epi16((__m512i)(from), x)
+#define FA_PERMUTE16(x, from) (U32) _mm512_permutexvar_epi16((__m512i)(from), (__m512i)(x))
 // AVX-512 VNNI: all CPUs with AVX-512 BF16 have it.
 #define FA_DOT_INT16(sum, a, b) \
   (VecIndex<float>)_mm512_dpwssd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))
+// x in both halves of a vector.
+#define FA_TWICE_32_BYTES(x) _mm512_broadcast_i64x4((__m256i)(x))

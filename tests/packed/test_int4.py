@@ -1,6 +1,7 @@
 """int4 caches: the format, attention to them, appending, and the checks."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -312,6 +313,22 @@ def test_opcheck_compile_and_explain():
     report = explain_kvcache(q.bfloat16(), **coded, cache_seqlens=lengths, block_table=table)
     assert "int4 caches" in report.call
     assert report.forward.error is None
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("group", [32, 64, None])
+def test_bits_do_not_depend_on_the_size_of_pages(isa, group, zeros):
+    """Pages of 16 rows and other pages have separate conversions to bfloat16. 1, 3, 4, 8 and 24 rows."""
+    coded, _, table = caches_of(16, group, zeros, columns=(D, D), heads_kv=1)
+    rows = {name: None if t is None else t[table.long()].flatten(1, 2) for name, t in coded.items()}
+    small = {name: None if t is None else t.unflatten(1, (-1, 5)).flatten(0, 1) for name, t in rows.items()}
+    pages = torch.arange(len(LENGTHS) * ROWS // 5, dtype=torch.int32).view(len(LENGTHS), -1)
+    for heads in (1, 3, 4, 8, 24):
+        q = torch.randn(3, 1, heads, D).bfloat16()
+        call = partial(flash_attn_with_kvcache, q, cache_seqlens=torch.tensor(LENGTHS))
+        expected = call(**coded, block_table=table)
+        assert torch.equal(call(**rows), expected)
+        assert torch.equal(call(**small, block_table=pages), expected)
 
 
 def test_bits_do_not_depend_on_threads_pages_or_the_batch(threads):

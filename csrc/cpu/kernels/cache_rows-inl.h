@@ -2,7 +2,7 @@
 // 4 bits.
 #pragma once
 
-#include "widen_bytes-inl.h"
+#include "widen_nibbles-inl.h"
 
 // The key heads of one task.
 struct HeadRange {
@@ -322,7 +322,15 @@ template <class In>
 Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale,
                    const TileSource& source, bool multiplied, int64_t b, int64_t h_kv, int64_t j0,
                    int64_t first, int64_t count, int64_t cols, In* copy) {
-  const CacheDType dtype = p.varlen.cache.dtype;
+  const CacheParams& cache = p.varlen.cache;
+  const CacheDType dtype = cache.dtype;
+  if (source.known && dtype == CacheDType::kInt4) {
+    const int64_t row = p.varlen.first_k + j0 + first, size = cache.pages.page_size;
+    copy_nibble_rows(copy, reinterpret_cast<const uint8_t*>(source.row(h_kv, first)), source.stride, count,
+                     cols, groups_of(p, t), cache.pages ? cache.pages.page_of(row) : cache.cache, h_kv,
+                     cache.pages ? row % size : row);
+    return {copy, cols, cols};
+  }
   if (!source.known || dtype == CacheDType::kLatent || dtype == CacheDType::kInt4 ||
       (dtype != CacheDType::kOfQuery && scale && !multiplied))
     return rows_of_tile<In>(p, t, multiplied ? CacheScale{} : scale, b, h_kv, j0 + first, count, cols, copy,

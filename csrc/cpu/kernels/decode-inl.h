@@ -186,7 +186,7 @@ void load_decode_queries(const AttentionParams& p, const DecodeScratch<In, T>& s
       if constexpr (DecodeBytes<In>::kExists && !kHasOnlyPanels)
         if (s.bytes.q && multiplies_bytes<T>(rows)) s.bytes.load_query(p, n * rows + row, q);
       if constexpr (DecodeNibbles::kExists<In> && !kHasOnlyPanels)
-        if (s.nibbles.q) s.nibbles.load_query(p, n * rows + row, q);
+        if (s.nibbles.q && multiplies_nibbles<In, T>(rows)) s.nibbles.load_query(p, n * rows + row, q);
     }
     s.products.finish_queries(p, n, rows);
   }
@@ -285,7 +285,7 @@ template <class In, class T>
 void decode_task(const AttentionParams& p, const DecodeSplits& key_splits, const DecodeScratch<In, T>& s,
                  const DecodeTask& task, const SplitResults<T>& results) {
 #if defined(FA_FEW_ROWS)
-  if (!multiplies_panels<T>(p, key_splits.rows))
+  if (!multiplies_panels<In, T>(p, key_splits.rows))
     return FA_FEW_ROWS->decode_task(p, &key_splits, &s, &task, &results);
 #endif
   load_decode_queries<In, T>(p, s, task, key_splits.rows);

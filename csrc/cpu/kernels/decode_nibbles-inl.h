@@ -23,6 +23,13 @@ inline void for_each_cache_row(const AttentionParams& p, int64_t j0, int64_t key
   }
 }
 
+// Returns whether `rows` rows are multiplied by int4 without conversion. More rows are lanes if a conversion to bfloat16 takes
+// few instructions.
+template <class In, class T>
+constexpr bool multiplies_nibbles(int64_t rows) {
+  return !(kLooksUpNibbles && std::is_same_v<In, BFloat16>) || !fills_lanes<T>(rows);
+}
+
 #if defined(FA_MULTIPLY_INT16)
 
 constexpr int kStep = 4 * kLanes<float>;  // columns

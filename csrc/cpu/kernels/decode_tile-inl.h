@@ -89,10 +89,11 @@ inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
 }
 
 // Returns whether the products of `rows` rows run on panels (decode_many_rows-inl.h), which may be on tile registers.
-template <class T>
+template <class In, class T>
 bool multiplies_panels(const AttentionParams& p, int64_t rows) {
   const CacheDType dtype = p.varlen.cache.dtype;
-  return fills_lanes<T>(rows) && !uses_lane_blocks<T>(rows) && dtype != CacheDType::kInt4 &&
+  return fills_lanes<T>(rows) && !uses_lane_blocks<T>(rows) &&
+         !(dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows)) &&
          !(dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows));
 }
 
@@ -119,7 +120,8 @@ struct DecodeTile {
 #else
   const bool is_int8 =
       DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows);
-  const bool is_int4 = DecodeNibbles::kExists<In> && cache.dtype == CacheDType::kInt4;
+  const bool is_int4 =
+      DecodeNibbles::kExists<In> && cache.dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows);
   const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
 #endif
   // If only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
