@@ -27,6 +27,8 @@ struct AllProbs {
   int64_t ld;
   bool transposed;
   const T* rescale;  // [rows]   multiplies O before P V is added; null: 1
+  // Only with blocks of lanes: the first key to multiply, and the keys of the LaneTile.
+  int64_t first_key = 0, tile_keys = 0;
 };
 
 // A left operand and its strides, as in GemmArgs.
@@ -318,9 +320,10 @@ struct ManyRows {
   // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk.
   const T* block_of(const AllProbs<T>& all, int64_t first, int64_t rows, int64_t keys) const {
     const int64_t lanes = lanes_of<T>(rows), end = ceil_div(keys, kChunkRows) * kChunkRows;
-    if (all.transposed) return LaneTile<const T>{all.data, end}.at(first, rows, 0);
+    if (all.transposed) return LaneTile<const T>{all.data, all.tile_keys}.at(first, rows, all.first_key);
     // Each vector overwrites the padding of the vector before it.
-    load_tile_transposed<T, T>(all.data + first * all.ld, all.ld, rows, keys, prob_lanes, lanes);
+    load_tile_transposed<T, T>(all.data + first * all.ld + all.first_key, all.ld, rows, keys, prob_lanes,
+                               lanes);
     std::fill(prob_lanes + keys * lanes, prob_lanes + end * lanes, T(0));
     return prob_lanes;
   }

@@ -115,11 +115,14 @@ FA_NOINLINE void look_up_nibble_rows(BFloat16* to, const uint8_t* from, int64_t 
     for (BFloat16* end = to + cols; to < end;) {
       const U32 table = table_of_group(broadcast_number(scale++),
                                        kHasZeros ? broadcast_number(zero++) : splat<float>(kInt4Zero));
-      int64_t c = 0;
-      do {
+      const auto step = [&] FA_INLINE_LAMBDA {
         look_up_nibbles(to, bytes, table);
         to += kStep;
         bytes += kStep / 2;
+      };
+      int64_t c = 0;
+      do {
+        step();
         c += kStep;
       } while (c < columns);
     }
