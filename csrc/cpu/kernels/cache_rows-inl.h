@@ -80,6 +80,7 @@ struct TileSource {
   int64_t stride = 0, stride_h = 0;
   int64_t bytes = 0, rows = 0;  // bytes: one row of one head
   bool known = false;
+  bool in_one_place = false;  // all rows have one distance
 
   const char* row(int64_t h, int64_t n) const {
     return chunk[n / kChunkRows] + n % kChunkRows * stride + h * stride_h;
@@ -88,11 +89,6 @@ struct TileSource {
   bool is_part_of(const TileSource& other) const {
     return known && other.known && chunk[0] == other.chunk[0] && stride == other.stride &&
            stride_h == other.stride_h && bytes <= other.bytes;
-  }
-  bool in_one_place() const {
-    for (int64_t c = 1; c * kChunkRows < rows; ++c)
-      if (chunk[c] != chunk[0] + c * kChunkRows * stride) return false;
-    return known;
   }
 };
 
@@ -105,11 +101,12 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
   const int64_t bytes = cache.dtype == CacheDType::kLatent ? kLatentRowBytes
                         : cache.dtype == CacheDType::kInt4 ? cols / 2
                                                            : cols * element;
-  TileSource source{{}, t.stride_s * element, t.stride_h * element, bytes, keys, false};
+  TileSource source{{}, t.stride_s * element, t.stride_h * element, bytes, keys};
   if (is_part_of_key(p, t)) return source;
   if (cache.pages && (first % kChunkRows != 0 || page_size % kChunkRows != 0)) return source;
   const char* tile = static_cast<const char*>(t.data) + (b * t.stride_b + j0 * t.stride_s) * element;
   int64_t end_of_page = 0;  // the first key of the tile in another page
+  source.known = source.in_one_place = true;
   for (int64_t c = 0; c * kChunkRows < keys; ++c) {
     if (cache.pages && c * kChunkRows >= end_of_page) {  // one division for each page, not for each chunk
       const int64_t key = c * kChunkRows, row = (first + key) % page_size;
@@ -118,173 +115,14 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
       end_of_page = key + page_size - row;
     }
     source.chunk[c] = tile + c * kChunkRows * source.stride;
+    source.in_one_place &= tile == source.chunk[0];
   }
-  source.known = true;
   return source;
-}
-
-// Returns the number of cache lines of `count` elements.
-template <class In>
-constexpr int64_t lines_of(int64_t count) {
-  return ceil_div(count * static_cast<int64_t>(sizeof(In)), 64);
 }
 
 // Addresses of a tile's keys and values.
 struct TileSources {
   TileSource keys, values;
-};
-
-// Returns whether rows are prefetched. K and V of a small dense call are probably in L2 already. Then a prefetch takes
-// as long as a load. Two cores of most CPUs with AVX-512 have 2 MiB of L2 or more. Only float32 counts on them: other types,
-// and AVX2, are slower without prefetches if K and V come from L3.
-inline bool prefetches_rows(const AttentionParams& p, int threads) {
-  constexpr int64_t kBytesInL2 = 1 << 20;
-  const Sizes& z = p.sizes;
-  const bool counts_two = FA_VECTOR_BYTES == 64 && p.dtype == DType::kFloat32 && threads > 1;
-  return p.varlen || z.batch * z.heads_kv * z.seqlen_k * (z.head_dim + z.head_dim_v) * bytes_of(p.dtype) >
-                         (counts_two ? 2 : 1) * kBytesInL2;
-}
-
-// Prefetches rows of some heads: first the rest of `current`, then the start of `next`, in memory order.
-// Prefetches a few lines at a time: too many at once would stall each other and the computation.
-class Prefetcher {
- public:
-  Prefetcher() = default;
-  // `queries`: the rows of Q that each row is multiplied with.
-  Prefetcher(const TileSource& current, const TileSource& next, const HeadRange& heads, int64_t queries)
-      : heads_(heads),
-        source_(&current),
-        next_(&next),
-        ahead_(rows_ahead(current, heads, queries)),
-        into_l1_(fits_l1(current, heads, ahead_)),
-        row_(ahead_),
-        end_row_(rows_of(current)) {}
-
-  // Prefetches the rows [first, last) of one tile.
-  Prefetcher(const TileSource& source, int64_t first, int64_t last, const HeadRange& heads)
-      : heads_(heads),
-        source_(&source),
-        next_(&source),
-        row_(first),
-        end_row_(std::min(rows_of(source), last)) {}
-  // Whether a whole tile is prefetched ahead. Then keys are prefetched during work on keys, and values during work on
-  // values.
-  static bool is_tile_ahead(const TileSource& source, const HeadRange& heads, int64_t queries) {
-    return rows_ahead(source, heads, queries) == kTileChunks * kChunkRows;
-  }
-
-  // Always inline, because GCC 12 removes calls of a function that only prefetches. Lines of one row take few instructions
-  // and no call: a call would store the sums that the caller has in registers.
-  FA_INLINE void lines(int64_t count) {
-    if (at_ >= end_ && rows_left_ > 0) next_row_of_chunk();
-    const int64_t stored = count >> log2_parts_;
-    if (stored << log2_parts_ == count && end_ - at_ >= stored * kLine) {
-      const char* from = at_;
-      if (into_l1_) {
-#pragma GCC unroll 16
-        for (int64_t n = 0; n < stored; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevelOfL1);
-      } else if (log2_parts_ == 0) {
-#pragma GCC unroll 16
-        for (int64_t n = 0; n < count; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevel);
-      } else {
-        for (int64_t n = 0; n < stored; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevel);
-      }
-      at_ = from + stored * kLine;
-    } else if (__builtin_expect(source_ != nullptr, false)) {
-      lines_of_some_rows(count);
-    }
-  }
-  // After this call, lines(count) prefetches count / 2^log2 lines: the caller's elements are wider than the stored ones, or
-  // the caller reads each row several times.
-  void divide_lines(int log2) { log2_parts_ = log2; }
-  // Prefetches all remaining lines.
-  void finish() {
-    if (source_) lines_of_some_rows(std::numeric_limits<int64_t>::max() / 2);
-  }
-
- private:
-  static constexpr int64_t kLine = 64;  // bytes
-
-  // The prefetch distance: whole chunks, with enough bytes to hide the latency. Measured with AVX-512: few queries are fast
-  // with 16 KiB, which are prefetched into L1. Products of many queries take longer, so that 64 KiB are better. These
-  // stay in L2.
-  static constexpr int64_t kBytesInL1 = 16 << 10;
-  static int64_t rows_ahead(const TileSource& source, const HeadRange& heads, int64_t queries) {
-    const int64_t bytes = FA_VECTOR_BYTES < 64 ? 32 << 10 : queries < 8 ? kBytesInL1 : 64 << 10;
-    int64_t chunks = 1;
-    while (chunks < kTileChunks && chunks * heads.count * source.bytes * kChunkRows < bytes) ++chunks;
-    return chunks * kChunkRows;
-  }
-  static bool fits_l1(const TileSource& source, const HeadRange& heads, int64_t rows) {
-    return FA_VECTOR_BYTES == 64 && rows * heads.count * source.bytes <= kBytesInL1;
-  }
-  static int64_t rows_of(const TileSource& source) { return source.known ? source.rows : 0; }
-
-  FA_INLINE void next_row_of_chunk() {
-    --rows_left_;
-    at_ = end_ + source_->stride - row_bytes_;
-    end_ = at_ + row_bytes_;
-  }
-  void prefetch(const char* line) const {
-    if (into_l1_)
-      __builtin_prefetch(line, 0, kPrefetchLevelOfL1);
-    else
-      __builtin_prefetch(line, 0, kPrefetchLevel);
-  }
-  __attribute__((noinline)) void lines_of_some_rows(int64_t count) {
-    due_ += count;
-    const int64_t stored = due_ >> log2_parts_;
-    due_ -= stored << log2_parts_;
-    for (int64_t n = 0; n < stored; ++n, at_ += kLine) {
-      if (at_ >= end_ && !find_row()) return;
-      prefetch(at_);
-    }
-  }
-  bool find_row() {
-    if (rows_left_ > 0) {
-      next_row_of_chunk();
-      return true;
-    }
-    while (row_ >= end_row_) {
-      if (source_ == next_) {
-        source_ = nullptr;  // no row is left
-        at_ = end_ = nullptr;
-        return false;
-      }
-      source_ = next_;
-      row_ = 0;
-      end_row_ = std::min(rows_of(*next_), ahead_);
-    }
-    at_ = source_->row(heads_.first + head_, row_);
-    end_ = at_ + source_->bytes;
-    const bool has_adjacent_heads = source_->stride_h == source_->bytes;
-    if (has_adjacent_heads) end_ = at_ + heads_.count * source_->bytes;  // as one row
-    if (has_adjacent_heads || heads_.count == 1) {
-      rows_left_ = std::min(kChunkRows - 1 - row_ % kChunkRows, end_row_ - row_ - 1);
-      row_ += 1 + rows_left_;
-      row_bytes_ = end_ - at_;
-      if (source_->stride == row_bytes_) {  // the rest of the chunk is as one row
-        end_ += rows_left_ * row_bytes_;
-        rows_left_ = 0;
-        // The next chunk often follows. A CPU's own prefetch does not cross a page, so this starts it there.
-        for (int64_t n = 0; n < 3; ++n) prefetch(end_ + n * kLine);
-      }
-    } else if (++head_ == heads_.count) {
-      head_ = 0;
-      ++row_;
-    }
-    return true;
-  }
-
-  HeadRange heads_{};
-  const TileSource *source_ = nullptr, *next_ = nullptr;
-  int log2_parts_ = 0;
-  int64_t due_ = 0;  // the caller's lines that are less than a line to prefetch
-  int64_t ahead_ = 0;
-  bool into_l1_ = false;
-  int64_t row_ = 0, end_row_ = 0, head_ = 0;
-  int64_t rows_left_ = 0, row_bytes_ = 0;  // of the current chunk, if its heads are one or adjacent
-  const char *at_ = nullptr, *end_ = nullptr;
 };
 
 // Loads the factors of the 8-bit rows of a tile, one per key, up to `ld` lanes. Returns whether the factors may be

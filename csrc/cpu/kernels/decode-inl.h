@@ -57,7 +57,7 @@ inline DecodeSplits split_keys_of(const AttentionParams& p) {
       std::max<int64_t>((key_splits.keys.end - key_splits.keys.begin + block_k - 1) / block_k, 1);
   // The batch size is not used: other sequences in the batch must not change the bits of a result.
   // Each split stores O of all rows.
-  const int64_t min_blocks = std::max(kDecodeMinKeys, key_splits.rows * kDecodeKeysPerRow) / block_k;
+  const int64_t min_blocks = ceil_div(std::max(kDecodeMinKeys, key_splits.rows * kDecodeKeysPerRow), block_k);
   const int64_t by_shape =
       std::max(std::min(ceil_div(kDecodeTasks, z.heads_kv), ceil_div(blocks, min_blocks)),
                ceil_div(blocks, kDecodeMostKeys / block_k));
@@ -222,9 +222,11 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
                          tile_source<In>(p, p.v, b, j0, keys, z.head_dim_v)};
     };
     TileSources now = tile_at(begin);
-    if (s.prefetches && split == task.splits.begin && end - begin > block_k &&
-        !now.values.is_part_of(now.keys) && Prefetcher::is_tile_ahead(now.keys, some, rows))
-      Prefetcher({}, now.values, some, rows).finish();  // values of later tiles are prefetched one tile ahead
+    const auto distance = PrefetchDistance::of(now.keys, some, block_k, rows);
+    if (s.prefetches && split == task.splits.begin && end - begin > block_k && distance.is_tile &&
+        !now.values.is_part_of(now.keys))
+      Prefetcher({}, now.values, some, distance)
+          .finish();  // values of later tiles are prefetched one tile ahead
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
       const TileSources next = tile_at(std::min(j0 + block_k, end_of_task));
       const DecodeTile<In, T> tile{

@@ -13,9 +13,9 @@
 // lanes of padding.
 #pragma once
 
-#include "cache_rows-inl.h"
 #include "gemm-inl.h"
 #include "pairs-inl.h"
+#include "prefetcher-inl.h"
 
 // AMX: another table's functions for few rows (run.h). This table has only decode's products on tile registers.
 #if defined(FA_HAS_TILE_REGISTERS) && !defined(FA_TESTED_PASSES_ONLY)

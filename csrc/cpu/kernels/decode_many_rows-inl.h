@@ -8,7 +8,6 @@
 // decode_lanes-inl.h multiplies fewer rows, as blocks of lanes.
 #pragma once
 
-#include "cache_rows-inl.h"
 #include "decode_lane_values-inl.h"
 #include "decode_sums_of_columns-inl.h"
 #include "decode_vector_of_rows-inl.h"

@@ -86,6 +86,9 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, 
   store_dots<T, R, N>(sum, scale, scores + j, ld, room - j);
 }
 
+// The most vectors of columns that P V of one or two rows sums in registers.
+constexpr int kDecodeValueVectors = 8;
+
 // out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV vectors of columns from c on. With NV = 1 the vector may be
 // partial.
 template <class In, class T, int R, int NV>
@@ -138,7 +141,7 @@ struct DecodeProducts {
     many.load_queries(p, n, q + n * rows * ldq, ldq, rows);
   }
 
-  // Computes S for R rows and at most kChunkRows keys. `room`: the number of scores that may be written per row.
+  // Computes S for R rows. `room`: the number of scores that may be written per row.
   template <int R>
   void scores(int64_t row, const Rows<In>& k, int64_t keys, T* out, int64_t ld, int64_t room,
               Prefetcher& ahead) const {
@@ -150,12 +153,12 @@ struct DecodeProducts {
   // Prepares P of a tile before add_values().
   void finish_probs(int64_t, int64_t, const T*, int64_t) const {}
 
-  // Adds P V for at most kChunkRows keys; the first is the tile's key j. `probs`: P of R rows; `row`: the first of
+  // Adds P V for `keys` keys; the first is the tile's key j. `probs`: P of R rows; `row`: the first of
   // these rows.
   template <int R>
   void add_values(int64_t row, int64_t j, const T* probs, int64_t ld, const Rows<In>& v, int64_t keys, T* sum,
                   int64_t ldo, Prefetcher& ahead) const {
-    constexpr int L = kLanes<T>, kWide = 16 / R < 8 ? 16 / R : 8;
+    constexpr int L = kLanes<T>, kWide = 16 / R < kDecodeValueVectors ? 16 / R : kDecodeValueVectors;
     probs += row * ld + j;
     int64_t c = 0;
     for (; c + kWide * L <= v.cols; c += kWide * L)

@@ -1,11 +1,11 @@
 // One tile of keys for the rows of some key heads: computes S and P, and adds to m, l and O.
 #pragma once
 
-#include "cache_rows-inl.h"
 #include "decode_bytes-inl.h"
 #include "decode_nibbles-inl.h"
 #include "dropout_tile-inl.h"
 #include "masked_gemm-inl.h"
+#include "prefetcher-inl.h"
 #include "softmax-inl.h"
 
 // Returns the keys of a tile. If keys may be hidden, a tile has 64 keys in every call: a row of a bool mask has 64 bits, and
@@ -14,8 +14,15 @@ inline int64_t decode_block_k(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   const bool may_hide = p.mask || p.functions || p.band.left < Band::kUnbounded || p.band.chunks ||
                         (p.band.right < Band::kUnbounded && z.seqlen_q > 1);
-  const bool is_few_rows = z.heads / z.heads_kv * z.seqlen_q <= kRowsOfMostKeys;
-  return is_few_rows && !may_hide ? kMostDecodeKeys : kDecodeKeys;
+  if (may_hide) return kDecodeKeys;
+  const int64_t rows = z.heads / z.heads_kv * z.seqlen_q;
+  const auto fits = [&](int64_t keys) {
+    return keys <= kMostDecodeKeys && keys * rows <= kMostDecodeScores &&
+           keys * kLeastDecodeTiles <= z.seqlen_k;
+  };
+  int64_t keys = rows <= kRowsOfMoreKeys ? kMoreDecodeKeys : kDecodeKeys;
+  while (fits(2 * keys)) keys *= 2;
+  return keys;
 }
 
 // Scratch of one thread. `rows` counts the rows of all heads of a task.
@@ -177,10 +184,14 @@ struct DecodeTile {
     }
     // One product of the whole tile reads each panel of Q^T once, not once for each chunk. Blocks of lanes have chunks in two
     // cases: several heads, so that memory is read in order, and a copy of widened keys, which stays in L1 only for a chunk.
+    // Several blocks read each key several times, so the keys of a step stay in L1.
     const bool copies_keys = (kHasVectorsOfRows || ManyRowsOperands<In, T>::kWidensKeys) &&
                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
     const bool keeps_chunks = uses_lane_blocks<T>(rows) && (heads.count > 1 || copies_keys);
-    const int64_t step = all_at_once && !keeps_chunks && in_one_place(source) ? keys : kChunkRows;
+    const bool is_chunk = all_at_once ? keeps_chunks : heads.count > 1;
+    const int64_t most =
+        uses_lane_blocks<T>(rows) && rows_of_block<T>(rows) < rows ? rows_in_l1(z.head_dim) : keys;
+    const int64_t step = is_chunk || !is_in_one_place(source) ? kChunkRows : most;
     for (int64_t j = 0; j < keys; j += step) {
       const int64_t count = std::min(step, keys - j);
       for (int64_t n = 0; n < heads.count; ++n) {
@@ -296,7 +307,10 @@ struct DecodeTile {
   void add_values(const TileSource& source, Prefetcher ahead, const ResultOf& result_of) const {
     if (all_at_once) {
       const bool is_converted = cache.dtype != CacheDType::kOfQuery && uses_lane_blocks<T>(rows);
-      const int64_t step = is_converted ? kConvertedValues : keys;
+      // Several groups of rows read each value several times.
+      const int64_t most =
+          uses_lane_blocks<T>(rows) && rows > kMostValueRows ? rows_in_l1(z.head_dim_v) : keys;
+      const int64_t step = is_converted ? kConvertedValues : most;
       for (int64_t first = 0; first < keys; first += step) {
         const auto copy_of = [&](int64_t j) {
           return s.value_copy ? s.value_copy + (j - first) * z.head_dim_v : nullptr;
@@ -305,19 +319,23 @@ struct DecodeTile {
           if (!s.added[n])
             add_some_values_of(
                 n, first, std::min(step, keys - first),
-                [&](int64_t j) { return value_rows_of(n, source, j, copy_of(j)); }, in_one_place(source),
+                [&](int64_t j) { return value_rows_of(n, source, j, copy_of(j)); }, is_in_one_place(source),
                 result_of(n), ahead);
         }
       }
       return ahead.finish();
     }
-    const auto rows_of = [&](int64_t n, int64_t j) { return value_rows_of(n, source, j, s.value_copy); };
-    for (int64_t j = 0; j < keys; j += kChunkRows)
+    // Sums of the whole tile stay in registers, if the registers hold a row.
+    const bool is_whole =
+        heads.count == 1 && is_in_one_place(source) && z.head_dim_v <= kDecodeValueVectors * kLanes<T>;
+    const int64_t step = is_whole ? keys : kChunkRows;
+    for (int64_t j = 0; j < keys; j += step)
       for (int64_t n = 0; n < heads.count; ++n) {
         if (as_integers(n, cache.v_scale))
           add_integer_chunk(n, source, j, ahead);
         else if (!s.added[n])
-          add_chunk(n, j, rows_of(n, j), ahead);
+          add_rows_of_values(n, j, std::min(step, keys - j), value_rows_of(n, source, j, s.value_copy),
+                             ahead);
       }
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n) {
@@ -329,6 +347,11 @@ struct DecodeTile {
   }
 
  private:
+  // Returns how many of the tile's rows of K or V stay in L1 while they are read several times: 32 KiB in whole chunks.
+  int64_t rows_in_l1(int64_t cols) const {
+    constexpr int64_t kElements = (32 << 10) / sizeof(In);
+    return std::min(std::max<int64_t>(kElements / cols / kChunkRows, 1) * kChunkRows, keys);
+  }
   // Whether head n's rows of int8 or int4 are multiplied without conversion. The factors or groups must be loaded
   // before.
   bool as_integers(int64_t n, const CacheScale& scale) const {
@@ -440,8 +463,8 @@ struct DecodeTile {
     });
   }
 
-  bool in_one_place(const TileSource& source) const {
-    return source.in_one_place() && cache.dtype == CacheDType::kOfQuery;
+  bool is_in_one_place(const TileSource& source) const {
+    return source.in_one_place && cache.dtype == CacheDType::kOfQuery;
   }
 
   Rows<In> value_rows_of(int64_t n, const TileSource& source, int64_t j, In* copy) const {
@@ -469,7 +492,8 @@ struct DecodeTile {
   void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
                      Prefetcher& ahead) const {
     if (all_at_once) return add_some_values_of(n, 0, keys, chunk, in_one_place, r, ahead);
-    for (int64_t j = 0; j < keys; j += kChunkRows) add_chunk(n, j, chunk(j), ahead);
+    for (int64_t j = 0; j < keys; j += kChunkRows)
+      add_rows_of_values(n, j, std::min(kChunkRows, keys - j), chunk(j), ahead);
     add_rows<T>(r.out, sums_of(n), rows * d_v);
   }
 
@@ -483,14 +507,13 @@ struct DecodeTile {
         rows, [&](int64_t j) { return chunk(first + j); }, in_one_place, count, r.out, d_v, ahead);
   }
 
-  // Adds one chunk of one head. Only the first group of rows prefetches.
-  void add_chunk(int64_t n, int64_t j, const Rows<In>& v, Prefetcher& ahead) const {
+  // Adds `count` rows of V of one head; the first is key j. Only the first group of rows prefetches.
+  void add_rows_of_values(int64_t n, int64_t j, int64_t count, const Rows<In>& v, Prefetcher& ahead) const {
     Prefetcher nothing;
     if (j == 0) std::fill(sums_of(n), sums_of(n) + rows * d_v, T(0));
     for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
-      s.products.template add_values<few.value>(n * rows + row, j, s.scores, ld, v,
-                                                std::min(kChunkRows, keys - j), sums_of(n) + row * d_v, d_v,
-                                                row == 0 ? ahead : nothing);
+      s.products.template add_values<few.value>(n * rows + row, j, s.scores, ld, v, count,
+                                                sums_of(n) + row * d_v, d_v, row == 0 ? ahead : nothing);
     });
   }
 };
@@ -499,19 +522,19 @@ struct DecodeTile {
 template <class In, class T, class ResultOf>
 void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const TileSources& next,
                  const ResultOf& result_of) {
-  const bool shares_rows = now.values.is_part_of(now.keys),
-             is_tile_ahead = Prefetcher::is_tile_ahead(now.keys, tile.heads, tile.rows);
+  const bool shares_rows = now.values.is_part_of(now.keys);
+  const auto distance = PrefetchDistance::of(now.keys, tile.heads, decode_block_k(tile.p), tile.rows);
   // Latent attention: V is the first columns of K, and no row is prefetched twice. The product with V has more and
   // smaller register tiles, so it issues most prefetches of the next tile.
   const int64_t few = kChunkRows, all = kMostDecodeKeys;
   Prefetcher during_scores, during_values;
   if (tile.s.prefetches) {
-    during_scores = shares_rows
-                        ? Prefetcher(next.keys, 0, few, tile.heads)
-                        : Prefetcher(now.keys, is_tile_ahead ? next.keys : now.values, tile.heads, tile.rows);
-    during_values =
-        shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
-                    : Prefetcher(now.values, is_tile_ahead ? next.values : next.keys, tile.heads, tile.rows);
+    during_scores =
+        shares_rows ? Prefetcher(next.keys, 0, few, tile.heads)
+                    : Prefetcher(now.keys, distance.is_tile ? next.keys : now.values, tile.heads, distance);
+    during_values = shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
+                                : Prefetcher(now.values, distance.is_tile ? next.values : next.keys,
+                                             tile.heads, distance);
   }
   during_scores.divide_lines(tile.widening() + tile.log2_readings_of_keys());
   during_values.divide_lines(tile.widening() + tile.log2_readings_of_values());

@@ -49,9 +49,13 @@ inline Tiling fitted(const Tiling& t, const Sizes& z) {
   return {fitted(t.block_q, z.seqlen_q), fitted(t.block_k, z.seqlen_k)};
 }
 
-// Keys of a tile: decode_block_k(). The start and the end of a tile take as long as the products of several keys: tiles of 128
-// keys save 3% to 9% of a call of up to 16 rows. The scores of more rows would leave L1.
-constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 128, kRowsOfMostKeys = 16;
+// Keys of a tile: decode_block_k(). The start and the end of a tile take as long as the products of several keys, and read no
+// row. With 512 keys the calls take 0.62 to 0.95 of the time with 64 or 128 keys (Zen 5, 1 to 96 rows). The scores
+// of a tile have at most 64 KiB of float32. A cache has at least 8 tiles, so that threads share it.
+constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 512, kMostDecodeScores = 16 << 10,
+                  kLeastDecodeTiles = 8;
+constexpr int64_t kRowsOfMoreKeys = 16,
+                  kMoreDecodeKeys = 128;  // so few rows have more keys in short caches, too
 // Decode has up to 8 queries. With more queries the forward's tile was measured to be faster, with two exceptions: up to 32
 // queries of at least 512 keys, and on AVX-512 up to 128 queries and 256 rows of a group, if they see at least 2 MiB of K and V
 // of a head.
