@@ -13,6 +13,7 @@
 // FRACTION: x minus the nearest integer, 0 for an infinity; ABOVE_FLOOR: x - floor(x). SCALEF: y * 2^floor(n), but 0 if
 // x < lowest.
 #define FA_HAS_SCALEF
+#define FA_ANY_ABOVE_PS(x, limit) (_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0)
 #define FA_FRACTION_PS(x) _mm512_reduce_ps(x, 0)
 #define FA_FRACTION_PD(x) _mm512_reduce_pd(x, 0)
 #define FA_ABOVE_FLOOR_PS(x) _mm512_reduce_ps(x, 1)

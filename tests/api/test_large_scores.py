@@ -78,3 +78,22 @@ def test_no_weight_is_subnormal(isa, dtype, seqlen_q):
         assert (found == 0).any()
         shown = weights >= least
         torch.testing.assert_close(found[shown].double(), factor * weights[shown], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("log2_score", [5, 12, 13, 60])  # the same part of all products
+def test_a_common_part_of_the_scores_cancels(isa, dtype, log2_score):
+    """The maximum of a row is subtracted with an error that is far below a weight's, however large the scores."""
+    if dtype == torch.float16 and log2_score > 28:
+        pytest.skip("not a number of float16")
+    q, k, v = make_qkv(1, 2, 64, 200, 64, dtype=dtype)
+    with torch.no_grad():
+        q[..., 0] = 2.0 ** (log2_score / 2)
+        k[..., 0] = 1.5 * q[0, 0, 0, 0]  # 1.5 log2(e) is rounded
+    out, lse = flash_attn(q, k, v, return_lse=True)
+    scores = q.double() @ k.double().mT / 8
+    # A score errs by some ulp of the largest score. At 60 this is more than the differences between scores.
+    rounding = min(8 * EPS[torch.float32] * scores.abs().max().item(), 1)
+    exact = scores.softmax(-1) @ v.double()
+    assert (out - exact).norm() <= (2 * EPS[dtype] + rounding) * exact.norm()
+    assert ((lse - scores.logsumexp(-1)).abs() <= 4 * EPS[torch.float32] * scores.abs().amax(-1).clamp(1)).all()

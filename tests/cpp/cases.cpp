@@ -1,6 +1,7 @@
 // The list of cases. Each tile edge and each option occurs at least once alone, and at least once with other
 // options.
 #include <algorithm>
+#include <set>
 
 #include "case.h"
 #include "cpu/target_region.h"
@@ -50,9 +51,8 @@ void lengths(List& list) {
                                                {1, 130}, {130, 1}, {2, 200}, {97, 3}};
   for (const int64_t q : {kBlockQ, kBackwardQ})
     for (const int64_t near_q : {q - 1, q, q + 1})
-      for (const int64_t k : {kBlockK, kBackwardK})
-        if (k == kBlockK || kBlockK != kBackwardK)
-          for (const int64_t near_k : {k - 1, k, k + 1}) pairs.push_back({near_q, near_k});
+      for (const int64_t k : std::set<int64_t>{kBlockK, 2 * kBlockK, kBackwardK})  // twice: with AVX-512
+        for (const int64_t near_k : {k - 1, k, k + 1}) pairs.push_back({near_q, near_k});
   for (size_t n = 0; n < pairs.size(); ++n)
     list.add("lengths", {1, 2, 2, pairs[n][0], pairs[n][1], 8, 8}, kLayouts[n % 5]);
 }

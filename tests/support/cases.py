@@ -1,6 +1,6 @@
 """Shapes at the tile edges and the instruction sets, written once.
 
-A tile is 48 or 64 queries by 64 keys (csrc/cpu/kernels/tiling-inl.h).
+A tile is 48 or 64 queries by 64 or 128 keys (csrc/cpu/kernels/tiling-inl.h).
 """
 
 import platform

@@ -25,7 +25,7 @@ struct ForwardScratch {
 // Scratch for `blocks` blocks of queries. jvp-inl.h has one block.
 template <class In, class T>
 ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
-  const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
+  const auto [block_q, block_k] = fitted_forward_tiling<T>(p.sizes);
   ForwardScratch<In, T> s;
   s.products = ForwardProducts<In, T>::allocate(arena, p, blocks);
   s.scores = arena.take<T>(block_k * block_q);
@@ -55,6 +55,12 @@ int64_t blocks_per_task(const AttentionParams& p, int threads) {
   return shares && tasks >= kEnoughTasks * threads ? kMostBlocksPerTask : 1;
 }
 
+// Keys of a tile. With a mask or a function, hidden tiles are skipped, so smaller tiles skip more keys.
+template <class T>
+int64_t forward_keys(const AttentionParams& p) {
+  return p.mask || p.functions ? forward_tiling<T>().block_k : kMostForwardKeys<T>;
+}
+
 // One block of queries of a head: m, l and O during the loop over the tiles of its keys.
 template <class In, class T>
 struct QueryBlock {
@@ -77,15 +83,14 @@ struct QueryBlock {
   // Returns the start of the first tile from j0 on that the block mask does not hide.
   int64_t next_tile(int64_t j0) const {
     if (!p.functions || !p.functions->blocks) return j0;
-    constexpr int64_t block_k = forward_tiling<T>().block_k;
+    const int64_t block_k = forward_keys<T>(p);
     return j0 + (first_key_of_blocks(p, b, h, i0, queries, j0) - j0) / block_k * block_k;
   }
 
   // Adds the keys of the tile from j0 on. `tiles`: the tiles of these keys, if another block has loaded them.
   void attend(int64_t j0, typename ForwardProducts<In, T>::Loaded& tiles) const {
     const T scale = unit == T(1) ? product_scale<T>(p) : T(1);
-    const TileFrame whole{b,  h,   i0, j0, queries, std::min(forward_tiling<T>().block_k, keys.end - j0),
-                          ld, true};
+    const TileFrame whole{b, h, i0, j0, queries, std::min(forward_keys<T>(p), keys.end - j0), ld, true};
     MaskTile<T> mask = with_functions<T>(p, whole, load_mask_tile<T>(p, whole, s.mask), s.mask.functions);
     if (mask.masked == TileMask::kAll) return;
     const TileFrame f = cut_keys<T>(whole, mask);
@@ -119,7 +124,7 @@ struct QueryBlock {
 template <class In, class T>
 QueryBlock<In, T> query_block(const AttentionParams& p, ForwardScratch<In, T> s, int64_t b, int64_t h,
                               const Range& rows, int64_t n) {
-  const int64_t block_q = fitted(forward_tiling<T>(), p.sizes).block_q;
+  const int64_t block_q = fitted_forward_tiling<T>(p.sizes).block_q;
   s.products = s.products.of_block(p, n);
   s.out += n * block_q * round_up_to_lanes<T>(p.sizes.head_dim_v);
   s.row_max += n * block_q;
@@ -132,7 +137,7 @@ QueryBlock<In, T> query_block(const AttentionParams& p, ForwardScratch<In, T> s,
 template <class In, class T>
 void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>& s, int64_t b, int64_t h,
                           int64_t first, int64_t count) {
-  constexpr int64_t block_k = forward_tiling<T>().block_k;
+  const int64_t block_k = forward_keys<T>(p);
   const RowTiles rows = row_tiles<T>(p);
   const auto run = [&](const auto&... blocks) {
     (blocks.start(), ...);
@@ -193,7 +198,7 @@ ForwardWorkspace<T> allocate_forward_workspace(Arena& arena, const AttentionPara
   w.splits = allocate_split_results<T>(arena, call);
   constexpr int64_t kLeastQueries = 32;  // of the tiles of a block of 128 queries
   w.kept = KeptMasks::allocate_for_threads<T>(arena, call, threads,
-                                              fitted(forward_tiling<T>(), call.sizes).block_q, kLeastQueries);
+                                              fitted_forward_tiling<T>(call.sizes).block_q, kLeastQueries);
   Arena blocks(nullptr), decode(nullptr);
   if (call.varlen || !is_decode(call)) allocate_forward<In, T>(blocks, call, w.per_task);
   if (may_decode(call))

@@ -37,7 +37,7 @@ struct ForwardProducts {
 
   // `blocks`: blocks of queries that share the tiles of keys and values.
   static ForwardProducts allocate(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
-    const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
+    const auto [block_q, block_k] = fitted_forward_tiling<T>(p.sizes);
     const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
     ForwardProducts r;
     r.q_transposed = arena.take<T>(blocks * p.sizes.head_dim * block_q);
@@ -52,7 +52,7 @@ struct ForwardProducts {
   // The same scratch with the queries of block `n`.
   ForwardProducts of_block(const AttentionParams& p, int64_t n) const {
     ForwardProducts r = *this;
-    r.q_transposed += n * p.sizes.head_dim * fitted(forward_tiling<T>(), p.sizes).block_q;
+    r.q_transposed += n * p.sizes.head_dim * fitted_forward_tiling<T>(p.sizes).block_q;
     return r;
   }
 
@@ -135,7 +135,7 @@ struct ForwardProducts<BFloat16, float> {
   float* scaled_probs;  // [block_k][block_q]      P with the factors of the values
 
   static ForwardProducts allocate(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
-    const auto [block_q, block_k] = fitted(forward_tiling<float>(), p.sizes);
+    const auto [block_q, block_k] = fitted_forward_tiling<float>(p.sizes);
     ForwardProducts r;
     r.q_transposed = arena.take<Pair>(blocks * pairs_of(p.sizes.head_dim) * block_q);
     r.k_tile = arena.take<Pair>(block_k * round_up_to_lanes<float>(pairs_of(p.sizes.head_dim)));
@@ -152,7 +152,7 @@ struct ForwardProducts<BFloat16, float> {
 
   ForwardProducts of_block(const AttentionParams& p, int64_t n) const {
     ForwardProducts r = *this;
-    r.q_transposed += n * pairs_of(p.sizes.head_dim) * fitted(forward_tiling<float>(), p.sizes).block_q;
+    r.q_transposed += n * pairs_of(p.sizes.head_dim) * fitted_forward_tiling<float>(p.sizes).block_q;
     return r;
   }
 

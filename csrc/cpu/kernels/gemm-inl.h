@@ -117,14 +117,23 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, ARow a_row, int64_t m
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) acc[m][n] = acc[m][n] * g.scale;
+  // A pointer that walks over the rows: the compiler would keep the addresses of all rows in vector registers.
+  const int64_t ldc = g.ldc;
+  const auto store_rows = [&](const auto& sum) FA_INLINE_LAMBDA {
+    T* to = c;
 #pragma GCC unroll 16
-  for (int m = 0; m < MR; ++m) {
-    const Vec<T> factor = splat<T>(g.factor ? g.factor[m0 + m] : T(1));
+    for (int m = 0; m < MR; ++m, to += ldc)
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) {
-      T* to = c + m * g.ldc + n * L;
-      store<T>(to, g.accumulate ? load<T>(to) * factor + acc[m][n] : acc[m][n]);
-    }
+      for (int n = 0; n < NV; ++n) store<T>(to + n * L, sum(m, to + n * L, acc[m][n]));
+  };
+  if (!g.accumulate) {
+    store_rows([](int, const T*, Vec<T> x) FA_INLINE_LAMBDA { return x; });
+  } else if (!g.factor) {
+    store_rows([](int, const T* from, Vec<T> x) FA_INLINE_LAMBDA { return load<T>(from) + x; });
+  } else {
+    const T* factor = g.factor + m0;
+    store_rows([=](int m, const T* from, Vec<T> x)
+                   FA_INLINE_LAMBDA { return load<T>(from) * splat<T>(factor[m]) + x; });
   }
 }
 
@@ -137,7 +146,7 @@ inline void gemm_panel(const GemmArgs<T, E>& g, int64_t rows, int64_t n0) {
     for (; m + MR <= rows && !(MR == 12 && rows - m == 16); m += MR)
       gemm_register_tile<T, E, MR, NV>(g, a_row, m, n0);
   };
-  if (std::is_same_v<T, E> && g.a_row == 1)
+  if (g.a_row == 1)
     add_full_tiles(std::integral_constant<int64_t, 1>{});
   else
     add_full_tiles(g.a_row);

@@ -59,24 +59,27 @@ inline void load_pairs_transposed(const BFloat16* src, int64_t stride, int64_t r
 inline void load_pairs_across(const BFloat16* src, int64_t stride, int64_t rows, int64_t cols, Pair* dst,
                               int64_t ld) {
   constexpr int L = kLanes<float>;
-  auto row_bits = [&](int64_t r, int64_t c) {
-    if (r >= rows) return U32{};
-    return (U32)load_columns<float>(src + r * stride + c, cols - c);
-  };
-  for (int64_t r = 0; r < rows; r += 2) {
+  const int64_t full_cols = cols / (2 * L) * (2 * L);
+  for (int64_t r = 0; r + 1 < rows; r += 2) {
     if (r % 16 == 0) keep_product_unit_awake();
+    const BFloat16 *low = src + r * stride, *high = low + stride;
     Pair* to = dst + r / 2 * ld;
-    int64_t c = 0;
-    for (; r + 1 < rows && c + 2 * L <= cols; c += 2 * L) {
+    for (int64_t c = 0; c < full_cols; c += 2 * L) {
       U32 first, second;
-      interleave(load_pairs(src + r * stride + c, 2 * L), load_pairs(src + (r + 1) * stride + c, 2 * L),
-                 first, second);
+      interleave(load_pairs(low + c, 2 * L), load_pairs(high + c, 2 * L), first, second);
       store_elements(to + c, first);
       store_elements(to + c + L, second);
     }
-    for (; c < cols; c += L)  // a widened value is in the upper half of its lane
-      store_elements(to + c, (row_bits(r, c) >> 16) | row_bits(r + 1, c));
   }
+  if (full_cols == cols && rows % 2 == 0) return;
+  const auto row_bits = [&](int64_t r, int64_t c) {
+    if (r >= rows) return U32{};
+    return (U32)load_columns<float>(src + r * stride + c, cols - c);
+  };
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t c = r + 1 < rows ? full_cols : 0; c < cols; c += L)
+      // A widened value is in the upper half of its lane.
+      store_elements(dst + r / 2 * ld + c, (row_bits(r, c) >> 16) | row_bits(r + 1, c));
 }
 
 // Replaces rows that are not finite by zeros in the result of load_pairs_across(). Returns whether there were any.

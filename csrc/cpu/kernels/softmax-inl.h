@@ -77,19 +77,40 @@ FA_INLINE F32 write_probs(const PairRows& to, int64_t keys, const Prob& prob_of_
 
 #endif
 
-// The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. exp(x) returns e^x, in units
-// of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m') by rescale_exp(x). rescale_exp(0) must be
-// exactly 1, because an error would grow with every tile. `write` receives P: write_probs().
-template <class T, class Exp, class RescaleExp, class Write>
+// Returns the function from a score S of a column to P = e^(scale (S - reference)), log2_scale = scale * log2(e).
+template <class In, class T>
+FA_INLINE auto probs_of_column(T* column, int64_t keys, int64_t ld, Vec<T> reference, T log2_scale) {
+#if defined(FA_HAS_SCALEF)
+  if constexpr (sizeof(In) == 2) {
+    // One multiply-add: P = 2^(log2_scale S - shift). The rounding of `shift` multiplies all P of a row by the same
+    // number, below 1 + 2^-15. Scores with a larger shift become differences before.
+    constexpr float kMostShift = 1024;
+    Vec<float> shift = reference * log2_scale;
+    if (FA_ANY_ABOVE_PS(shift * shift, kMostShift * kMostShift)) {
+      for (int64_t j = 0; j < keys; ++j)
+        store<float>(column + j * ld, load<float>(column + j * ld) - reference);
+      shift = Vec<float>{};
+    }
+    return [=](Vec<float> score) FA_INLINE_LAMBDA { return short_exp2(score * log2_scale - shift); };
+  } else
+#endif
+    return [=](Vec<T> score) FA_INLINE_LAMBDA { return prob_exp<In, T>(score - reference, log2_scale); };
+}
+
+// The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. probs_below(m') returns the
+// function from a score to P = e^(S - m'). `unified` (or null) replaces m'. Sets `factor` = e^(m - m') by
+// rescale_exp(x). rescale_exp(0) must be exactly 1, because an error would grow with every tile. `write` receives P:
+// write_probs().
+template <class T, class ProbsBelow, class RescaleExp, class Write>
 FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
-                              Vec<T>& row_sum, Vec<T>& factor, const Exp& exp, const RescaleExp& rescale_exp,
-                              const Write& write) {
+                              Vec<T>& row_sum, Vec<T>& factor, const ProbsBelow& probs_below,
+                              const RescaleExp& rescale_exp, const Write& write) {
   const Vec<T> new_max = max<T>(row_max, max_of_column<T>(column, keys, ld));
   // No key visible yet: any finite reference gives e^(-inf - reference) = 0.
   const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
-  const auto prob_of_key = [&](int64_t j)
-                               FA_INLINE_LAMBDA { return exp(load<T>(column + j * ld) - reference); };
-  const Vec<T> sum = write_probs<T>(write, keys, prob_of_key);
+  const auto prob = probs_below(reference);
+  const Vec<T> sum =
+      write_probs<T>(write, keys, [&](int64_t j) FA_INLINE_LAMBDA { return prob(load<T>(column + j * ld)); });
   factor = unified ? splat<T>(T(1)) : rescale_exp(row_max - reference);
   row_sum = row_sum * factor + sum;
   row_max = new_max;
@@ -97,14 +118,16 @@ FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T
 
 // The softmax of the forward's tile; scores are in units of `unit`. write_at(c) receives P of the rows from c on.
 template <class In, class T, class WriteAt>
-FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, const T* scores, T* row_max, T* row_sum,
-                               T* rescale, const WriteAt& write_at) {
+FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale,
+                               const WriteAt& write_at) {
   const T log2_unit = unit * T(kLog2E);
-  const auto exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return prob_exp<In, T>(x, log2_unit); };
   const auto rescale_exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return exp_scaled<T>(x, log2_unit); };
   for (int64_t c = 0; c < f.ld; c += kLanes<T>) {
+    const auto probs_below = [&](Vec<T> reference) FA_INLINE_LAMBDA {
+      return probs_of_column<In, T>(scores + c, f.keys, f.ld, reference, log2_unit);
+    };
     Vec<T> m = load<T>(row_max + c), l = load<T>(row_sum + c), factor;
-    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, exp, rescale_exp, write_at(c));
+    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, probs_below, rescale_exp, write_at(c));
     store<T>(row_max + c, m);
     store<T>(row_sum + c, l);
     store<T>(rescale + c, factor);
@@ -125,7 +148,7 @@ inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T*
 #if defined(FA_DOT_BFLOAT16)
 
 // Writes P as probs_operand(probs, ...), rounded to bfloat16. The sum is of P before rounding.
-inline void softmax_to_pairs(const TileFrame& f, float unit, const float* scores, Pair* probs, float* row_max,
+inline void softmax_to_pairs(const TileFrame& f, float unit, float* scores, Pair* probs, float* row_max,
                              float* row_sum, float* rescale) {
   const LeftPairs layout = probs_operand(probs, f.keys, f.ld);
   const auto write_at = [&](int64_t c) FA_INLINE_LAMBDA {
@@ -255,7 +278,10 @@ inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T
   for (int64_t row = 0; row < rows; row += L) {
     const int64_t count = std::min<int64_t>(L, rows - row);
     Vec<T> m = load_columns<T>(row_max + row, count), l = load_columns<T>(row_sum + row, count), factor;
-    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, e_to, e_to,
+    const auto probs_below = [](Vec<T> reference) FA_INLINE_LAMBDA {
+      return [=](Vec<T> score) FA_INLINE_LAMBDA { return exp<T>(score - reference); };
+    };
+    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, probs_below, e_to,
                       [&](int64_t j, Vec<T> first, Vec<T> second) FA_INLINE_LAMBDA {
                         store<T>(scores + j * lanes + row, first);
                         if (j + 1 < keys) store<T>(scores + (j + 1) * lanes + row, second);

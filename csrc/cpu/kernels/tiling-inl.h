@@ -4,6 +4,7 @@
 //
 //             queries x keys   in L1                                   in L2
 //  forward    48 x 64          S^T 12 KB; K or V 16 KB at D 64 (fp32)  K, V at D >= 128; Q^T, O
+//             48 x 128         S^T 24 KB; AVX-512 without a mask       V; K of 16 bits at D >= 128
 //  backward   64 x 64          P and dS, 16 KB each                    K, V, their transposes, dK, dV, Q, dO
 //  decode     rows x 128       S of a few rows; K and V are streamed
 #pragma once
@@ -20,6 +21,15 @@ template <class T>
 constexpr Tiling forward_tiling() {
   return {48, 64};
 }
+
+// Keys of a tile of a forward without a mask. With AVX-512, tiles of 128 keys save 1% (float32) to 2% (bfloat16) of a
+// call, because O is read and written half as often. Scratch memory has room for this tile.
+template <class T>
+constexpr int64_t kMostForwardKeys =
+#if FA_VECTOR_BYTES == 64 && !defined(FA_HAS_TILE_REGISTERS)
+    2 *
+#endif
+    forward_tiling<T>().block_k;
 
 template <class T>
 constexpr Tiling backward_tiling() {
@@ -47,6 +57,10 @@ constexpr int kRowsBy1 = 8;
 inline int64_t fitted(int64_t block, int64_t length) { return std::min(block, (length + 15) / 16 * 16); }
 inline Tiling fitted(const Tiling& t, const Sizes& z) {
   return {fitted(t.block_q, z.seqlen_q), fitted(t.block_k, z.seqlen_k)};
+}
+template <class T>
+inline Tiling fitted_forward_tiling(const Sizes& z) {
+  return fitted({forward_tiling<T>().block_q, kMostForwardKeys<T>}, z);
 }
 
 // Keys of a tile: decode_block_k(). The start and the end of a tile take as long as the products of several keys, and read no

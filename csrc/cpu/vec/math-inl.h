@@ -81,11 +81,14 @@ FA_INLINE Vec<float> short_polynomial(const float (&terms)[5], Vec<float> f) {
 
 #if defined(FA_HAS_SCALEF)
 
-// As exp_scaled(), with the error of a short polynomial. 2^f for f = y - floor(y): FA_SCALEF_PS itself rounds its
-// exponent down.
-FA_INLINE Vec<float> short_exp_scaled(Vec<float> x, float log2_scale, float lowest = Exp2<float>::kLowest) {
-  const Vec<float> y = x * log2_scale;
+// 2^y with the error of a short polynomial of f = y - floor(y): FA_SCALEF_PS itself rounds its exponent down.
+FA_INLINE Vec<float> short_exp2(Vec<float> y, float lowest = Exp2<float>::kLowest) {
   return FA_SCALEF_PS(short_polynomial(kShortExp2AboveFloor, FA_ABOVE_FLOOR_PS(y)), y, y, lowest);
+}
+
+// As exp_scaled(), with the error of a short polynomial.
+FA_INLINE Vec<float> short_exp_scaled(Vec<float> x, float log2_scale, float lowest = Exp2<float>::kLowest) {
+  return short_exp2(x * log2_scale, lowest);
 }
 
 // One instruction subtracts the nearest integer, also from an infinity. Another instruction multiplies by 2^n.
