@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cache_rows-inl.h"
+#include "decode_byte_lanes-inl.h"
 #include "decode_bytes-inl.h"
 #include "decode_nibbles-inl.h"
 #include "dropout_tile-inl.h"
@@ -18,12 +19,22 @@ inline int64_t decode_block_k(const AttentionParams& p) {
   return is_few_rows && !may_hide ? kMostDecodeKeys : kDecodeKeys;
 }
 
+// Whether decode_byte_lanes-inl.h multiplies keys of int8 and int4.
+#if defined(FA_DOT_BYTES)
+template <class In>
+constexpr bool kHasByteLanes = std::is_same_v<In, BFloat16>;
+#else
+template <class In>
+constexpr bool kHasByteLanes = false;
+#endif
+
 // Scratch of one thread. `rows` counts the rows of all heads of a task.
 template <class In, class T>
 struct DecodeScratch {
   DecodeProducts<In, T> products;
   DecodeBytes<In> bytes;  // only if keys and values are int8
   DecodeNibbles nibbles;  // only if keys and values are int4
+  ByteLanes byte_lanes;   // only if keys are int8 or int4
   T* scores;              // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
   T* sums;  // [rows][D_v]       the tile's part of O, added to O as a whole. Over many tiles that rounds like a sum
             //                   of tiles, not like one chain of all keys
@@ -54,6 +65,10 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
     s.nibbles = DecodeNibbles::allocate(arena, call, rows, heads, block_k);
   else
     s.nibbles = {};
+  if constexpr (kHasByteLanes<In>)
+    s.byte_lanes = ByteLanes::allocate(arena, call, heads, block_k);
+  else
+    s.byte_lanes = {};
   s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
   s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
   // Only a bounded band can hide keys, or a function of the user.
@@ -130,9 +145,17 @@ struct DecodeTile {
   // If only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
   const bool stays_transposed = all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && !may_mask();
   // The products count elements of 2^widening times the bytes of the stored elements.
+  int widening_of_keys() const { return has_byte_lanes() ? 0 : widening(); }
+  int widening_of_values() const {
+    return has_byte_lanes() && cache.dtype == CacheDType::kInt8 ? 0 : widening();
+  }
   int widening() const {
     if (cache.dtype == CacheDType::kOfQuery || is_int8 || is_int4) return 0;
     return (sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1) + (cache.dtype == CacheDType::kInt4);
+  }
+  bool has_byte_lanes() const {
+    if constexpr (kHasByteLanes<In>) return all_at_once && s.byte_lanes.multiplies(rows);
+    return false;
   }
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows. Each
   // reading prefetches a part, because many prefetches at once wait for each other. These functions return the logarithm of
@@ -145,7 +168,7 @@ struct DecodeTile {
   int log2_readings_of_values() const {
     if (FA_VECTOR_BYTES < 64 || !all_at_once || !uses_lane_blocks<T>(rows)) return 0;
     const int64_t groups = ceil_div(rows, kMostValueRows);
-    return std::clamp(2 - widening(), 0, groups >= 4 ? 2 : groups >= 2 ? 1 : 0);
+    return std::clamp(2 - widening_of_values(), 0, groups >= 4 ? 2 : groups >= 2 ? 1 : 0);
   }
   // Whether a key may be hidden from a query.
   bool may_mask() const {
@@ -174,6 +197,10 @@ struct DecodeTile {
         if (is_int4)
           s.multiplied[n] = s.nibbles.keys_of(slot + n).load(p, cache.k_groups, s.nibbles.of_key,
                                                              heads.first + n, j0, keys);
+      if constexpr (kHasByteLanes<In>)
+        if (cache.dtype == CacheDType::kInt4 && s.byte_lanes.multiplies(rows))
+          s.multiplied[n] =
+              load_scales(p, cache.k_groups, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
     }
     // One product of the whole tile reads each panel of Q^T once, not once for each chunk. Blocks of lanes have chunks in two
     // cases: several heads, so that memory is read in order, and a copy of widened keys, which stays in L1 only for a chunk.
@@ -189,6 +216,10 @@ struct DecodeTile {
           load_integer_scores(n, source, j, count, scores, ahead);
           continue;
         }
+        if (multiplies_byte_lanes(n, cache.k_scale)) {
+          load_byte_scores(n, source, j, count, ahead);
+          continue;
+        }
         const Rows<In> k = tile_rows<In>(p, p.k, cache.k_scale, source, s.multiplied[n], b, heads.first + n,
                                          j0, j, count, z.head_dim, s.key_copy);
         if (all_at_once) {
@@ -198,9 +229,7 @@ struct DecodeTile {
           } else {
             const LaneTile<T> chunk{s.products.many.scores, ceil_div(step, kChunkRows) * kChunkRows};
             s.products.many.load_scores(slot + n, rows, k, 0, count, s.products.scale, chunk, ahead);
-            for_each_lane_tile(chunk, [&](int64_t first, int64_t some, T* block) {
-              transpose_lane_scores<T>(block, lanes_of<T>(some), count, some, scores + first * ld, ld);
-            });
+            transpose_chunk(chunk, count, scores);
           }
           continue;
         }
@@ -302,7 +331,9 @@ struct DecodeTile {
           return s.value_copy ? s.value_copy + (j - first) * z.head_dim_v : nullptr;
         };
         for (int64_t n = 0; n < heads.count; ++n) {
-          if (!s.added[n])
+          if (!s.added[n] && multiplies_byte_lanes(n, cache.v_scale))
+            add_byte_values(n, source, first, std::min(step, keys - first), result_of(n), ahead);
+          else if (!s.added[n])
             add_some_values_of(
                 n, first, std::min(step, keys - first),
                 [&](int64_t j) { return value_rows_of(n, source, j, copy_of(j)); }, in_one_place(source),
@@ -333,6 +364,43 @@ struct DecodeTile {
   // before.
   bool as_integers(int64_t n, const CacheScale& scale) const {
     return is_int8 ? !scale || s.multiplied[n] : is_int4 && s.multiplied[n];
+  }
+  // Whether head n's keys or values are multiplied as bytes, with rows as lanes. The factors must be loaded before.
+  bool multiplies_byte_lanes(int64_t n, const CacheScale& scale) const {
+    return has_byte_lanes() && (s.multiplied[n] || (cache.dtype == CacheDType::kInt8 && !scale));
+  }
+  void load_byte_scores(int64_t n, const TileSource& source, int64_t j, int64_t count,
+                        Prefetcher& ahead) const {
+    if constexpr (kHasByteLanes<In>) {
+      const Rows<int8_t> k =
+          byte_rows(p, p.k, source, heads.first + n, j0, j, count, s.byte_lanes.key_bytes, s.byte_lanes.copy);
+      if (stays_transposed)
+        return s.byte_lanes.load_scores(slot + n, rows, k, j, count, {scores_of(n), padded_keys}, ahead);
+      const LaneTile<T> chunk{s.products.many.scores, kChunkRows};
+      s.byte_lanes.load_scores(slot + n, rows, k, 0, count, chunk, ahead);
+      transpose_chunk(chunk, count, scores_of(n) + j);
+    }
+  }
+  // O += P V for int8 values from key `first` of the tile on.
+  void add_byte_values(int64_t n, const TileSource& source, int64_t first, int64_t count,
+                       const SplitResult<T>& r, Prefetcher& ahead) const {
+    if constexpr (kHasByteLanes<In>) {
+      Rows<int8_t> v[kTileChunks];
+      for (int64_t j = 0; j < count; j += kChunkRows)
+        v[j / kChunkRows] =
+            byte_rows(p, p.v, source, heads.first + n, j0, first + j, std::min(kChunkRows, count - j),
+                      z.head_dim_v, s.byte_lanes.copy + j * z.head_dim_v);
+      s.byte_lanes.add_values(
+          s.products.many,
+          {scores_of(n), stays_transposed ? lanes : ld, stays_transposed, nullptr, first, padded_keys}, rows,
+          v, count, r.out, d_v, ahead);
+    }
+  }
+  // scores[row][j] = S^T of a chunk.
+  void transpose_chunk(const LaneTile<T>& chunk, int64_t count, T* scores) const {
+    for_each_lane_tile(chunk, [&](int64_t first, int64_t some, T* block) {
+      transpose_lane_scores<T>(block, lanes_of<T>(some), count, some, scores + first * ld, ld);
+    });
   }
   // Returns the same rows of int4.
   Rows<uint8_t> nibble_rows(const Tensor4& t, const TileSource& source, int64_t n, int64_t j, int64_t count,
@@ -513,8 +581,8 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
         shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
                     : Prefetcher(now.values, is_tile_ahead ? next.values : next.keys, tile.heads, tile.rows);
   }
-  during_scores.divide_lines(tile.widening() + tile.log2_readings_of_keys());
-  during_values.divide_lines(tile.widening() + tile.log2_readings_of_values());
+  during_scores.divide_lines(tile.widening_of_keys() + tile.log2_readings_of_keys());
+  during_values.divide_lines(tile.widening_of_values() + tile.log2_readings_of_values());
   tile.load_scores(now.keys, during_scores);
   for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, now.values, result_of(n));
   tile.add_values(now.values, during_values, result_of);
