@@ -64,14 +64,6 @@ FA_INLINE void byte_lanes_block(const int8_t* q, int64_t steps, const float* sta
   for (int n = 0; n < N / kSpan; ++n) store<float>(out + n * L, sum[n] * factors);
 }
 
-// Loads the next `count` numbers at distance `stride`, padded with zeros.
-template <class Number>
-FA_INLINE F32 load_strided(const Number*& from, int64_t stride, int64_t count) {
-  Number run[kLanes<float>] = {};
-  for (int64_t i = 0; i < count; ++i, from += stride) run[i] = *from;
-  return load_columns<float>(run, kLanes<float>);
-}
-
 // Loads the scales of int4 rows with one group, as load_factors().
 inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int64_t h_kv, int64_t j0,
                         int64_t keys, int64_t ld, float* factors) {
@@ -79,19 +71,21 @@ inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int
   const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
   std::fill(factors, factors + ld, 1.0f);
   F32 probe = {};
-  const auto load_run = [&](const auto* from, int64_t n, int64_t end) {
-    for (; n < end; n += kLanes<float>) {
-      const int64_t count = std::min<int64_t>(end - n, kLanes<float>);
-      const F32 scales = load_strided(from, groups.scales.stride_s, count);
-      store_columns<float>(factors + n, scales, count);
+  const auto load_run = [&](const auto* from, auto number, int64_t n, int64_t end) {
+    // The numbers of the whole run first: a vector load would wait for stores of its parts.
+    decltype(number) run[kMostDecodeKeys];
+    for (int64_t i = n; i < end; ++i, from += groups.scales.stride_s) run[i - n] = *from;
+    for (int64_t i = n; i < end; i += kLanes<float>) {
+      const F32 scales = load_columns<float>(run + (i - n), end - i);
+      store_columns<float>(factors + i, scales, end - i);
       probe += scales * 0.0f;
     }
   };
   for (int64_t n = 0, end; n < keys; n = end) {
     const int64_t row = first + n, page = cache.pages ? cache.pages.page_of(row) : cache.cache;
     end = std::min(keys, n + size - row % size);
-    groups.is_float16 ? load_run(groups.scales.row<Float16>(page, h_kv, row % size), n, end)
-                      : load_run(groups.scales.row<float>(page, h_kv, row % size), n, end);
+    groups.is_float16 ? load_run(groups.scales.row<Float16>(page, h_kv, row % size), Float16{}, n, end)
+                      : load_run(groups.scales.row<float>(page, h_kv, row % size), 0.0f, n, end);
   }
   return sum_lanes<float>(probe) == 0.0f;
 }
@@ -163,8 +157,8 @@ struct ByteLanes {
     });
   }
 
-  // S^T of head `n` without the scales of the keys, for at most kChunkRows keys from key j of the tile on.
-  void load_scores(int64_t n, int64_t rows, Rows<int8_t> k, int64_t j, int64_t keys,
+  // factor * S^T of head `n`, for at most kChunkRows keys from key j of the tile on.
+  void load_scores(int64_t n, int64_t rows, Rows<int8_t> k, int64_t j, int64_t keys, float factor,
                    const LaneTile<float>& to, Prefetcher& ahead) const {
     constexpr int64_t L = kLanes<float>;
     if (keys % kByteKeys != 0 && k.data != copy) {  // a block may not read past the last key
@@ -175,11 +169,11 @@ struct ByteLanes {
       const int64_t block = n * kMostBlocks + (first > 0);
       for_span<float>(count, [&](auto span) {
         constexpr int kSpan = span.value;
-        const F32 factor = load<float>(factors + block * L);
+        const F32 of_lanes = load<float>(factors + block * L) * factor;
         const auto load_block = [&](auto some) {
           for (int64_t i = 0; i < keys; i += kByteKeys)
             byte_lanes_block<kSpan, some.value>(q + block * block_bytes, key_bytes / (4 * kSpan),
-                                                starts + block * 2 * L, k.row(i), k.stride, factor,
+                                                starts + block * 2 * L, k.row(i), k.stride, of_lanes,
                                                 to.at(first, count, j + i), ahead);
         };
         planes == 1 ? load_block(std::integral_constant<int, 1>{})
@@ -188,15 +182,15 @@ struct ByteLanes {
     });
   }
 
-  // out += P V of int8 for `keys` keys from all.first_key on. `v`: their chunks.
+  // out += factor * P V of int8 for `keys` keys from all.first_key on. `v`: their chunks.
   template <class ManyRows>
-  void add_values(const ManyRows& many, const AllProbs<float>& all, int64_t rows, const Rows<int8_t>* v,
-                  int64_t keys, float* out, int64_t ldo, Prefetcher& ahead) const {
+  void add_values(const ManyRows& many, const AllProbs<float>& all, float factor, int64_t rows,
+                  const Rows<int8_t>* v, int64_t keys, float* out, int64_t ldo, Prefetcher& ahead) const {
     for_each_lane_block<float>(rows, [&](int64_t first, int64_t count) {
       const int64_t lanes = lanes_of<float>(count);
       float units[kLanes<float>];
       round_probs(many.block_of(all, first, count, keys), ceil_div(keys, kChunkRows) * kChunkRows, lanes,
-                  units);
+                  factor, units);
       add_values_of_lanes<Int8Values>({probs, lanes, units}, count, v, keys, out + first * ldo, ldo, ahead);
     });
   }
@@ -242,8 +236,8 @@ struct ByteLanes {
     return unit;
   }
 
-  // Rounds P^T of a block, [keys][lanes], to pairs of keys, as pair_lanes(). Sets the unit of each row.
-  void round_probs(const float* p, int64_t keys, int64_t lanes, float* units) const {
+  // Rounds P^T of a block, [keys][lanes], to pairs of keys, as pair_lanes(). Sets factor * (the unit of each row).
+  void round_probs(const float* p, int64_t keys, int64_t lanes, float factor, float* units) const {
     constexpr int L = kLanes<float>;
     constexpr float kToWhole = 0x1.8p23f, kMost = std::numeric_limits<float>::max();
     // Magnitudes compare like their bits. Inf and NaN compare above all finite numbers.
@@ -256,7 +250,7 @@ struct ByteLanes {
     F32 inverse = kLargestInt16 / largest;
     inverse = inverse > splat<float>(kMost) ? splat<float>(kMost) : inverse;
     const F32 if_none = largest == zero ? zero : splat<float>(std::numeric_limits<float>::quiet_NaN());
-    store<float>(units, is_number ? 1.0f / inverse : if_none);
+    store<float>(units, is_number ? factor / inverse : if_none);
     inverse = is_number ? inverse : zero;
     VecIndex<float> even;
     for (int i = 0; i < L; ++i)

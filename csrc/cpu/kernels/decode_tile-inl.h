@@ -216,19 +216,20 @@ struct DecodeTile {
           load_integer_scores(n, source, j, count, scores, ahead);
           continue;
         }
+        const T scale = s.products.scale * key_factor(n);
         if (multiplies_byte_lanes(n, cache.k_scale)) {
-          load_byte_scores(n, source, j, count, ahead);
+          load_byte_scores(n, source, j, count, key_factor(n), ahead);
           continue;
         }
         const Rows<In> k = tile_rows<In>(p, p.k, cache.k_scale, source, s.multiplied[n], b, heads.first + n,
                                          j0, j, count, z.head_dim, s.key_copy);
         if (all_at_once) {
           if (stays_transposed) {
-            s.products.many.load_scores(slot + n, rows, k, j, count, s.products.scale,
-                                        {scores_of(n), padded_keys}, ahead);
+            s.products.many.load_scores(slot + n, rows, k, j, count, scale, {scores_of(n), padded_keys},
+                                        ahead);
           } else {
             const LaneTile<T> chunk{s.products.many.scores, ceil_div(step, kChunkRows) * kChunkRows};
-            s.products.many.load_scores(slot + n, rows, k, 0, count, s.products.scale, chunk, ahead);
+            s.products.many.load_scores(slot + n, rows, k, 0, count, scale, chunk, ahead);
             transpose_chunk(chunk, count, scores);
           }
           continue;
@@ -242,7 +243,8 @@ struct DecodeTile {
     ahead.finish();
     if (stays_transposed) {
       for (int64_t n = 0; n < heads.count; ++n)
-        if (s.multiplied[n]) multiply_keys_of_lanes(n, s.key_factors + n * ld);
+        if (s.multiplied[n] && !has_constant_factor(cache.k_scale))
+          multiply_keys_of_lanes(n, s.key_factors + n * ld);
       return;
     }
     for (int64_t n = 0; n < heads.count; ++n)
@@ -266,7 +268,8 @@ struct DecodeTile {
       if (is_int4) s.multiplied[n] = s.nibbles.load_values(p, h_kv, j0, keys);
     if (stays_transposed) {
       softmax_of_lanes(n, r);
-      if (s.multiplied[n]) multiply_keys_of_lanes(n, s.value_factors + n * ld);
+      const bool is_later = has_constant_factor(cache.v_scale) && multiplies_byte_lanes(n, cache.v_scale);
+      if (s.multiplied[n] && !is_later) multiply_keys_of_lanes(n, s.value_factors + n * ld);
       s.added[n] = false;
       return;
     }
@@ -369,15 +372,23 @@ struct DecodeTile {
   bool multiplies_byte_lanes(int64_t n, const CacheScale& scale) const {
     return has_byte_lanes() && (s.multiplied[n] || (cache.dtype == CacheDType::kInt8 && !scale));
   }
-  void load_byte_scores(int64_t n, const TileSource& source, int64_t j, int64_t count,
+  // Whether one factor of a tile multiplies S^T or O, instead of factors of keys.
+  bool has_constant_factor(const CacheScale& scale) const {
+    return stays_transposed && is_constant(p, scale);
+  }
+  T key_factor(int64_t n) const {
+    return s.multiplied[n] && has_constant_factor(cache.k_scale) ? s.key_factors[n * ld] : T(1);
+  }
+  void load_byte_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T factor,
                         Prefetcher& ahead) const {
     if constexpr (kHasByteLanes<In>) {
       const Rows<int8_t> k =
           byte_rows(p, p.k, source, heads.first + n, j0, j, count, s.byte_lanes.key_bytes, s.byte_lanes.copy);
       if (stays_transposed)
-        return s.byte_lanes.load_scores(slot + n, rows, k, j, count, {scores_of(n), padded_keys}, ahead);
+        return s.byte_lanes.load_scores(slot + n, rows, k, j, count, factor, {scores_of(n), padded_keys},
+                                        ahead);
       const LaneTile<T> chunk{s.products.many.scores, kChunkRows};
-      s.byte_lanes.load_scores(slot + n, rows, k, 0, count, chunk, ahead);
+      s.byte_lanes.load_scores(slot + n, rows, k, 0, count, factor, chunk, ahead);
       transpose_chunk(chunk, count, scores_of(n) + j);
     }
   }
@@ -392,8 +403,9 @@ struct DecodeTile {
                       z.head_dim_v, s.byte_lanes.copy + j * z.head_dim_v);
       s.byte_lanes.add_values(
           s.products.many,
-          {scores_of(n), stays_transposed ? lanes : ld, stays_transposed, nullptr, first, padded_keys}, rows,
-          v, count, r.out, d_v, ahead);
+          {scores_of(n), stays_transposed ? lanes : ld, stays_transposed, nullptr, first, padded_keys},
+          s.multiplied[n] && has_constant_factor(cache.v_scale) ? s.value_factors[n * ld] : 1.0f, rows, v,
+          count, r.out, d_v, ahead);
     }
   }
   // scores[row][j] = S^T of a chunk.
