@@ -125,6 +125,11 @@ struct TileSources {
   TileSource keys, values;
 };
 
+// Returns whether all rows of a head have the same scale.
+inline bool is_constant(const AttentionParams& p, const CacheScale& scale) {
+  return scale && scale.stride_s == 0 && (!p.varlen.cache.pages || scale.stride_b == 0);
+}
+
 // Loads the factors of the 8-bit rows of a tile, one per key, up to `ld` lanes. Returns whether the factors may be
 // applied to scores or probabilities instead of rows. It returns false if a factor is not finite, because a masked row
 // must stay masked.

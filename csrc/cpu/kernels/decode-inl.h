@@ -189,6 +189,10 @@ void load_decode_queries(const AttentionParams& p, const DecodeScratch<In, T>& s
         if (s.nibbles.q && multiplies_nibbles<In, T>(rows)) s.nibbles.load_query(p, n * rows + row, q);
     }
     s.products.finish_queries(p, n, rows);
+    if constexpr (kHasByteLanes<In>)
+      s.byte_lanes.load_queries(n, rows,
+                                reinterpret_cast<const BFloat16*>(s.products.q + n * rows * s.products.ldq),
+                                2 * s.products.ldq, s.products.scale);
   }
 }
 

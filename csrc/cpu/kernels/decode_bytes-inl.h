@@ -8,12 +8,11 @@
 #include "decode_products-inl.h"
 #include "int16_rows-inl.h"
 
-// Returns whether `rows` rows are multiplied by int8 without conversion. More rows are lanes, and int8 is widened once
-// for all rows. Measured on Zen 5: with products of bfloat16, lanes are faster from 7 rows on.
+// Returns whether `rows` rows are multiplied by int8 without conversion, with columns as lanes. More rows are lanes.
 template <class T>
 constexpr bool multiplies_bytes(int64_t rows) {
-#if FA_VECTOR_BYTES == 64 && defined(FA_DOT_BFLOAT16)
-  constexpr int64_t kMostRows = 6;
+#if defined(FA_DOT_BYTES)  // decode_byte_lanes-inl.h is faster
+  constexpr int64_t kMostRows = 0;
 #else
   constexpr int64_t kMostRows = 16;
 #endif

@@ -8,6 +8,7 @@
 template <class In, class T>
 struct WideValues {
   using E = T;
+  using Sum = Vec<T>;
   static constexpr int kKeys = 1, kVectors = 1;
   // Loads `cols` columns, at most kVectors vectors, of the key and the next kKeys - 1 keys.
   FA_INLINE static void load(const In* v, int64_t, bool, int64_t cols, Vec<T>* value) {
@@ -28,6 +29,7 @@ FA_NOINLINE inline void pad_columns(const BFloat16* v, int64_t cols, BFloat16* p
 template <>
 struct WideValues<BFloat16, float> {
   using E = float;
+  using Sum = F32;
   static constexpr int kKeys = 1, kVectors = 2;
   FA_INLINE static void load(const BFloat16* v, int64_t, bool, int64_t cols, F32* value) {
     constexpr int64_t kMost = 2 * kLanes<float>;
@@ -59,6 +61,7 @@ inline void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to
 // bfloat16 values as pairs across two keys.
 struct PairValues {
   using E = Pair;
+  using Sum = F32;
   static constexpr int kKeys = 2, kVectors = 2;
   FA_INLINE static void load(const BFloat16* v, int64_t stride, bool is_last, int64_t cols, U32* value) {
     interleave(load_pairs(v, cols), is_last ? U32{} : load_pairs(v + stride, cols), value[0], value[1]);
@@ -73,6 +76,7 @@ template <class E>
 struct LaneProbs {
   const E* data;
   int64_t lanes;
+  const float* units = nullptr;  // [lanes]   only of integers: the unit of each row
 };
 
 // Sums of P V in registers. Two vectors of V and one of P need registers, too. 8 sums would be just enough to hide the
@@ -96,11 +100,11 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
   constexpr int L = kLanes<T>, kCols = Values::kVectors * L, kVectors = NV * Values::kVectors;
   // Keys between two prefetches, with at most 8 lines. A prefetch takes as long as the products of a key.
   constexpr int kFewKeys = std::max<int>(std::min<int>(512 / (NV * kCols * sizeof(In)), 4), Values::kKeys);
-  Vec<T> sum[R][kVectors];
+  typename Values::Sum sum[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-    for (int n = 0; n < kVectors; ++n) sum[r][n] = Vec<T>{};
+    for (int n = 0; n < kVectors; ++n) sum[r][n] = typename Values::Sum{};
   const typename Values::E* p = probs.data + row;
   for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows, ++chunk) {
     const In* v = chunk->data + c;
@@ -140,7 +144,10 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
 #pragma GCC unroll 16
     for (int n = 0; n < kVectors; ++n) {
       T* to = out + r * ldo + c + n * L;
-      store<T>(to, load<T>(to) + sum[r][n]);
+      if constexpr (std::is_same_v<typename Values::Sum, Vec<T>>)
+        store<T>(to, load<T>(to) + sum[r][n]);
+      else
+        store<T>(to, load<T>(to) + __builtin_convertvector(sum[r][n], Vec<T>) * probs.units[row + r]);
     }
   }
 }

@@ -240,6 +240,17 @@ struct ManyRows {
     }
   }
 
+  // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk.
+  const T* block_of(const AllProbs<T>& all, int64_t first, int64_t rows, int64_t keys) const {
+    const int64_t lanes = lanes_of<T>(rows), end = ceil_div(keys, kChunkRows) * kChunkRows;
+    if (all.transposed) return LaneTile<const T>{all.data, all.tile_keys}.at(first, rows, all.first_key);
+    // Each vector overwrites the padding of the vector before it.
+    load_tile_transposed<T, T>(all.data + first * all.ld + all.first_key, all.ld, rows, keys, prob_lanes,
+                               lanes);
+    std::fill(prob_lanes + keys * lanes, prob_lanes + end * lanes, T(0));
+    return prob_lanes;
+  }
+
   // The three functions above for blocks of lanes. `v`: the tile's chunks.
 #if defined(FA_FEW_ROWS)
   void load_lane_queries(const AttentionParams& p, int64_t n, const E* from, int64_t ldq,
@@ -314,16 +325,5 @@ struct ManyRows {
       score_sums_of_columns<In>(own, rows, k, keys, scale, out, copy, ahead);
     else
       score_block_of_rows<In>(own, rows, k, keys, scale, out, copy, ahead);
-  }
-
-  // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk.
-  const T* block_of(const AllProbs<T>& all, int64_t first, int64_t rows, int64_t keys) const {
-    const int64_t lanes = lanes_of<T>(rows), end = ceil_div(keys, kChunkRows) * kChunkRows;
-    if (all.transposed) return LaneTile<const T>{all.data, all.tile_keys}.at(first, rows, all.first_key);
-    // Each vector overwrites the padding of the vector before it.
-    load_tile_transposed<T, T>(all.data + first * all.ld + all.first_key, all.ld, rows, keys, prob_lanes,
-                               lanes);
-    std::fill(prob_lanes + keys * lanes, prob_lanes + end * lanes, T(0));
-    return prob_lanes;
   }
 };

@@ -1,94 +1,9 @@
 // One tile of keys for the rows of some key heads: computes S and P, and adds to m, l and O.
 #pragma once
 
-#include "decode_bytes-inl.h"
-#include "decode_nibbles-inl.h"
-#include "dropout_tile-inl.h"
+#include "decode_scratch-inl.h"
 #include "masked_gemm-inl.h"
-#include "prefetcher-inl.h"
 #include "softmax-inl.h"
-
-// Returns the keys of a tile. If keys may be hidden, a tile has 64 keys in every call: a row of a bool mask has 64 bits, and
-// a band must give the same bits as the same mask.
-inline int64_t decode_block_k(const AttentionParams& p) {
-  const Sizes& z = p.sizes;
-  const bool may_hide = p.mask || p.functions || p.band.left < Band::kUnbounded || p.band.chunks ||
-                        (p.band.right < Band::kUnbounded && z.seqlen_q > 1);
-  if (may_hide) return kDecodeKeys;
-  const int64_t rows = z.heads / z.heads_kv * z.seqlen_q;
-  const auto fits = [&](int64_t keys) {
-    return keys <= kMostDecodeKeys && keys * rows <= kMostDecodeScores &&
-           keys * kLeastDecodeTiles <= z.seqlen_k;
-  };
-  int64_t keys = rows <= kRowsOfMoreKeys ? kMoreDecodeKeys : kDecodeKeys;
-  while (fits(2 * keys)) keys *= 2;
-  return keys;
-}
-
-// Scratch of one thread. `rows` counts the rows of all heads of a task.
-template <class In, class T>
-struct DecodeScratch {
-  DecodeProducts<In, T> products;
-  DecodeBytes<In> bytes;  // only if keys and values are int8
-  DecodeNibbles nibbles;  // only if keys and values are int4
-  T* scores;              // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
-  T* sums;  // [rows][D_v]       the tile's part of O, added to O as a whole. Over many tiles that rounds like a sum
-            //                   of tiles, not like one chain of all keys
-  MaskTile<T> mask;
-  T* dropout_tile;  // [S_q][block_k]
-  In* key_copy;     // [kChunkRows][D]   only if keys come from pages or 8 bits
-  In* value_copy;   // [block_k][D_v]    likewise, or if masked values may not be finite
-  T* key_factors;   // [heads][block_k]  only if keys have 8 bits
-  T* value_factors;
-  bool* multiplied;  // [heads]   the factors multiply scores instead of keys
-  bool* added;       // [heads]   the tile's values are already in the sums
-  bool prefetches;   // prefetches_rows()
-};
-
-// Scratch for any sequence of the call, and for tasks of `heads` key heads.
-template <class In, class T>
-DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads,
-                                             int threads) {
-  const Sizes& z = call.sizes;
-  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxLongChunk);
-  const int64_t rows = z.heads / z.heads_kv * seqlen_q;
-  // A packed sequence can have fewer rows than the call, and so larger tiles.
-  const int64_t block_k = fitted(call.varlen ? kMostDecodeKeys : decode_block_k(call), z.seqlen_k);
-  DecodeScratch<In, T> s;
-  s.products = DecodeProducts<In, T>::allocate(arena, call, rows, heads, block_k);
-  s.bytes = DecodeBytes<In>::allocate(arena, call, rows, heads, block_k);
-  if constexpr (DecodeNibbles::kExists<In>)
-    s.nibbles = DecodeNibbles::allocate(arena, call, rows, heads, block_k);
-  else
-    s.nibbles = {};
-  s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
-  s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
-  // Only a bounded band can hide keys, or a function of the user.
-  const bool may_mask = call.mask || call.functions || call.band.left < Band::kUnbounded ||
-                        call.band.right < Band::kUnbounded || call.band.chunks;
-  s.mask = allocate_mask_tile<T>(arena, call.mask, seqlen_q, block_k);
-  s.mask.functions = allocate_functions<T>(arena, call, seqlen_q, block_k, false);
-  s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
-  s.key_copy = copies_rows(call) ? arena.take<In>(kChunkRows * z.head_dim) : nullptr;
-  s.value_copy = copies_rows(call) || may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
-  const bool is_8_bit = call.varlen.cache.dtype != CacheDType::kOfQuery;
-  s.key_factors = is_8_bit ? arena.take<T>(heads * block_k) : nullptr;
-  s.value_factors = is_8_bit ? arena.take<T>(heads * block_k) : nullptr;
-  s.multiplied = arena.take<bool>(heads);
-  s.added = arena.take<bool>(heads);
-  s.prefetches = prefetches_rows(call, threads);
-  return s;
-}
-
-// Results of one split, or of the consecutive splits of a key head.
-template <class T>
-struct SplitResult {
-  T* out;      // [rows][D_v]  O, not yet divided by l
-  T* row_max;  // [rows]       m
-  T* row_sum;  // [rows]       l
-
-  SplitResult skip(int64_t n, int64_t d_v) const { return {out + n * d_v, row_max + n, row_sum + n}; }
-};
 
 template <class T>
 inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
@@ -137,9 +52,17 @@ struct DecodeTile {
   // If only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
   const bool stays_transposed = all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && !may_mask();
   // The products count elements of 2^widening times the bytes of the stored elements.
+  int widening_of_keys() const { return has_byte_lanes() ? 0 : widening(); }
+  int widening_of_values() const {
+    return has_byte_lanes() && cache.dtype == CacheDType::kInt8 ? 0 : widening();
+  }
   int widening() const {
     if (cache.dtype == CacheDType::kOfQuery || is_int8 || is_int4) return 0;
     return (sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1) + (cache.dtype == CacheDType::kInt4);
+  }
+  bool has_byte_lanes() const {
+    if constexpr (kHasByteLanes<In>) return all_at_once && s.byte_lanes.multiplies(rows);
+    return false;
   }
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows. Each
   // reading prefetches a part, because many prefetches at once wait for each other. These functions return the logarithm of
@@ -152,7 +75,7 @@ struct DecodeTile {
   int log2_readings_of_values() const {
     if (FA_VECTOR_BYTES < 64 || !all_at_once || !uses_lane_blocks<T>(rows)) return 0;
     const int64_t groups = ceil_div(rows, kMostValueRows);
-    return std::clamp(2 - widening(), 0, groups >= 4 ? 2 : groups >= 2 ? 1 : 0);
+    return std::clamp(2 - widening_of_values(), 0, groups >= 4 ? 2 : groups >= 2 ? 1 : 0);
   }
   // Whether a key may be hidden from a query.
   bool may_mask() const {
@@ -181,6 +104,10 @@ struct DecodeTile {
         if (is_int4)
           s.multiplied[n] = s.nibbles.keys_of(slot + n).load(p, cache.k_groups, s.nibbles.of_key,
                                                              heads.first + n, j0, keys);
+      if constexpr (kHasByteLanes<In>)
+        if (cache.dtype == CacheDType::kInt4 && s.byte_lanes.multiplies(rows))
+          s.multiplied[n] =
+              load_scales(p, cache.k_groups, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
     }
     // One product of the whole tile reads each panel of Q^T once, not once for each chunk. Blocks of lanes have chunks in two
     // cases: several heads, so that memory is read in order, and a copy of widened keys, which stays in L1 only for a chunk.
@@ -200,18 +127,21 @@ struct DecodeTile {
           load_integer_scores(n, source, j, count, scores, ahead);
           continue;
         }
+        const T scale = s.products.scale * key_factor(n);
+        if (multiplies_byte_lanes(n, cache.k_scale)) {
+          load_byte_scores(n, source, j, count, key_factor(n), ahead);
+          continue;
+        }
         const Rows<In> k = tile_rows<In>(p, p.k, cache.k_scale, source, s.multiplied[n], b, heads.first + n,
                                          j0, j, count, z.head_dim, s.key_copy);
         if (all_at_once) {
           if (stays_transposed) {
-            s.products.many.load_scores(slot + n, rows, k, j, count, s.products.scale,
-                                        {scores_of(n), padded_keys}, ahead);
+            s.products.many.load_scores(slot + n, rows, k, j, count, scale, {scores_of(n), padded_keys},
+                                        ahead);
           } else {
             const LaneTile<T> chunk{s.products.many.scores, ceil_div(step, kChunkRows) * kChunkRows};
-            s.products.many.load_scores(slot + n, rows, k, 0, count, s.products.scale, chunk, ahead);
-            for_each_lane_tile(chunk, [&](int64_t first, int64_t some, T* block) {
-              transpose_lane_scores<T>(block, lanes_of<T>(some), count, some, scores + first * ld, ld);
-            });
+            s.products.many.load_scores(slot + n, rows, k, 0, count, scale, chunk, ahead);
+            transpose_chunk(chunk, count, scores);
           }
           continue;
         }
@@ -224,7 +154,8 @@ struct DecodeTile {
     ahead.finish();
     if (stays_transposed) {
       for (int64_t n = 0; n < heads.count; ++n)
-        if (s.multiplied[n]) multiply_keys_of_lanes(n, s.key_factors + n * ld);
+        if (s.multiplied[n] && !has_constant_factor(cache.k_scale))
+          multiply_keys_of_lanes(n, s.key_factors + n * ld);
       return;
     }
     for (int64_t n = 0; n < heads.count; ++n)
@@ -248,7 +179,8 @@ struct DecodeTile {
       if (is_int4) s.multiplied[n] = s.nibbles.load_values(p, h_kv, j0, keys);
     if (stays_transposed) {
       softmax_of_lanes(n, r);
-      if (s.multiplied[n]) multiply_keys_of_lanes(n, s.value_factors + n * ld);
+      const bool is_later = has_constant_factor(cache.v_scale) && multiplies_byte_lanes(n, cache.v_scale);
+      if (s.multiplied[n] && !is_later) multiply_keys_of_lanes(n, s.value_factors + n * ld);
       s.added[n] = false;
       return;
     }
@@ -316,7 +248,9 @@ struct DecodeTile {
           return s.value_copy ? s.value_copy + (j - first) * z.head_dim_v : nullptr;
         };
         for (int64_t n = 0; n < heads.count; ++n) {
-          if (!s.added[n])
+          if (!s.added[n] && multiplies_byte_lanes(n, cache.v_scale))
+            add_byte_values(n, source, first, std::min(step, keys - first), result_of(n), ahead);
+          else if (!s.added[n])
             add_some_values_of(
                 n, first, std::min(step, keys - first),
                 [&](int64_t j) { return value_rows_of(n, source, j, copy_of(j)); }, is_in_one_place(source),
@@ -356,6 +290,52 @@ struct DecodeTile {
   // before.
   bool as_integers(int64_t n, const CacheScale& scale) const {
     return is_int8 ? !scale || s.multiplied[n] : is_int4 && s.multiplied[n];
+  }
+  // Whether head n's keys or values are multiplied as bytes, with rows as lanes. The factors must be loaded before.
+  bool multiplies_byte_lanes(int64_t n, const CacheScale& scale) const {
+    return has_byte_lanes() && (s.multiplied[n] || (cache.dtype == CacheDType::kInt8 && !scale));
+  }
+  // Whether one factor of a tile multiplies S^T or O, instead of factors of keys.
+  bool has_constant_factor(const CacheScale& scale) const {
+    return stays_transposed && is_constant(p, scale);
+  }
+  T key_factor(int64_t n) const {
+    return s.multiplied[n] && has_constant_factor(cache.k_scale) ? s.key_factors[n * ld] : T(1);
+  }
+  void load_byte_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T factor,
+                        Prefetcher& ahead) const {
+    if constexpr (kHasByteLanes<In>) {
+      const Rows<int8_t> k =
+          byte_rows(p, p.k, source, heads.first + n, j0, j, count, s.byte_lanes.key_bytes, s.byte_lanes.copy);
+      if (stays_transposed)
+        return s.byte_lanes.load_scores(slot + n, rows, k, j, count, factor, {scores_of(n), padded_keys},
+                                        ahead);
+      const LaneTile<T> chunk{s.products.many.scores, kChunkRows};
+      s.byte_lanes.load_scores(slot + n, rows, k, 0, count, factor, chunk, ahead);
+      transpose_chunk(chunk, count, scores_of(n) + j);
+    }
+  }
+  // O += P V for int8 values from key `first` of the tile on.
+  void add_byte_values(int64_t n, const TileSource& source, int64_t first, int64_t count,
+                       const SplitResult<T>& r, Prefetcher& ahead) const {
+    if constexpr (kHasByteLanes<In>) {
+      Rows<int8_t> v[kTileChunks];
+      for (int64_t j = 0; j < count; j += kChunkRows)
+        v[j / kChunkRows] =
+            byte_rows(p, p.v, source, heads.first + n, j0, first + j, std::min(kChunkRows, count - j),
+                      z.head_dim_v, s.byte_lanes.copy + j * z.head_dim_v);
+      s.byte_lanes.add_values(
+          s.products.many,
+          {scores_of(n), stays_transposed ? lanes : ld, stays_transposed, nullptr, first, padded_keys},
+          s.multiplied[n] && has_constant_factor(cache.v_scale) ? s.value_factors[n * ld] : 1.0f, rows, v,
+          count, r.out, d_v, ahead);
+    }
+  }
+  // scores[row][j] = S^T of a chunk.
+  void transpose_chunk(const LaneTile<T>& chunk, int64_t count, T* scores) const {
+    for_each_lane_tile(chunk, [&](int64_t first, int64_t some, T* block) {
+      transpose_lane_scores<T>(block, lanes_of<T>(some), count, some, scores + first * ld, ld);
+    });
   }
   // Returns the same rows of int4.
   Rows<uint8_t> nibble_rows(const Tensor4& t, const TileSource& source, int64_t n, int64_t j, int64_t count,
@@ -536,8 +516,8 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
                                 : Prefetcher(now.values, distance.is_tile ? next.values : next.keys,
                                              tile.heads, distance);
   }
-  during_scores.divide_lines(tile.widening() + tile.log2_readings_of_keys());
-  during_values.divide_lines(tile.widening() + tile.log2_readings_of_values());
+  during_scores.divide_lines(tile.widening_of_keys() + tile.log2_readings_of_keys());
+  during_values.divide_lines(tile.widening_of_values() + tile.log2_readings_of_values());
   tile.load_scores(now.keys, during_scores);
   for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, now.values, result_of(n));
   tile.add_values(now.values, during_values, result_of);

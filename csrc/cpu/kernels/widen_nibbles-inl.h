@@ -112,17 +112,14 @@ FA_NOINLINE void look_up_nibble_rows(BFloat16* to, const uint8_t* from, int64_t 
   for (int64_t n = 0; n < rows; ++n, from += stride, scales += stride_scales, zeros += stride_zeros) {
     const uint8_t* bytes = from;
     const Number *scale = scales, *zero = zeros;
-    for (BFloat16* end = to + cols; to < end;) {
+    for (int64_t group = 0; group < cols; group += columns) {
       const U32 table = table_of_group(broadcast_number(scale++),
                                        kHasZeros ? broadcast_number(zero++) : splat<float>(kInt4Zero));
-      const auto step = [&] FA_INLINE_LAMBDA {
+      int64_t c = 0;
+      do {
         look_up_nibbles(to, bytes, table);
         to += kStep;
         bytes += kStep / 2;
-      };
-      int64_t c = 0;
-      do {
-        step();
         c += kStep;
       } while (c < columns);
     }

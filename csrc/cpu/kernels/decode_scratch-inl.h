@@ -1,0 +1,104 @@
+// The size of a tile of decode, and the memory of a thread for it.
+#pragma once
+
+#include "decode_byte_lanes-inl.h"
+#include "decode_bytes-inl.h"
+#include "decode_nibbles-inl.h"
+#include "dropout_tile-inl.h"
+#include "prefetcher-inl.h"
+
+// Returns the keys of a tile. If keys may be hidden, a tile has 64 keys in every call: a row of a bool mask has 64 bits, and
+// a band must give the same bits as the same mask.
+inline int64_t decode_block_k(const AttentionParams& p) {
+  const Sizes& z = p.sizes;
+  const bool may_hide = p.mask || p.functions || p.band.left < Band::kUnbounded || p.band.chunks ||
+                        (p.band.right < Band::kUnbounded && z.seqlen_q > 1);
+  if (may_hide) return kDecodeKeys;
+  const int64_t rows = z.heads / z.heads_kv * z.seqlen_q;
+  const auto fits = [&](int64_t keys) {
+    return keys <= kMostDecodeKeys && keys * rows <= kMostDecodeScores &&
+           keys * kLeastDecodeTiles <= z.seqlen_k;
+  };
+  int64_t keys = rows <= kRowsOfMoreKeys ? kMoreDecodeKeys : kDecodeKeys;
+  while (fits(2 * keys)) keys *= 2;
+  return keys;
+}
+
+// Whether decode_byte_lanes-inl.h multiplies keys of int8 and int4.
+#if defined(FA_DOT_BYTES)
+template <class In>
+constexpr bool kHasByteLanes = std::is_same_v<In, BFloat16>;
+#else
+template <class In>
+constexpr bool kHasByteLanes = false;
+#endif
+
+// Scratch of one thread. `rows` counts the rows of all heads of a task.
+template <class In, class T>
+struct DecodeScratch {
+  DecodeProducts<In, T> products;
+  DecodeBytes<In> bytes;  // only if keys and values are int8
+  DecodeNibbles nibbles;  // only if keys and values are int4
+  ByteLanes byte_lanes;   // only if keys are int8 or int4
+  T* scores;              // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
+  T* sums;  // [rows][D_v]       the tile's part of O, added to O as a whole. Over many tiles that rounds like a sum
+            //                   of tiles, not like one chain of all keys
+  MaskTile<T> mask;
+  T* dropout_tile;  // [S_q][block_k]
+  In* key_copy;     // [kChunkRows][D]   only if keys come from pages or 8 bits
+  In* value_copy;   // [block_k][D_v]    likewise, or if masked values may not be finite
+  T* key_factors;   // [heads][block_k]  only if keys have 8 bits
+  T* value_factors;
+  bool* multiplied;  // [heads]   the factors multiply scores instead of keys
+  bool* added;       // [heads]   the tile's values are already in the sums
+  bool prefetches;   // prefetches_rows()
+};
+
+// Scratch for any sequence of the call, and for tasks of `heads` key heads.
+template <class In, class T>
+DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads,
+                                             int threads) {
+  const Sizes& z = call.sizes;
+  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxLongChunk);
+  const int64_t rows = z.heads / z.heads_kv * seqlen_q;
+  // A packed sequence can have fewer rows than the call, and so larger tiles.
+  const int64_t block_k = fitted(call.varlen ? kMostDecodeKeys : decode_block_k(call), z.seqlen_k);
+  DecodeScratch<In, T> s;
+  s.products = DecodeProducts<In, T>::allocate(arena, call, rows, heads, block_k);
+  s.bytes = DecodeBytes<In>::allocate(arena, call, rows, heads, block_k);
+  if constexpr (DecodeNibbles::kExists<In>)
+    s.nibbles = DecodeNibbles::allocate(arena, call, rows, heads, block_k);
+  else
+    s.nibbles = {};
+  if constexpr (kHasByteLanes<In>)
+    s.byte_lanes = ByteLanes::allocate(arena, call, heads, block_k);
+  else
+    s.byte_lanes = {};
+  s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
+  s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
+  // Only a bounded band can hide keys, or a function of the user.
+  const bool may_mask = call.mask || call.functions || call.band.left < Band::kUnbounded ||
+                        call.band.right < Band::kUnbounded || call.band.chunks;
+  s.mask = allocate_mask_tile<T>(arena, call.mask, seqlen_q, block_k);
+  s.mask.functions = allocate_functions<T>(arena, call, seqlen_q, block_k, false);
+  s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
+  s.key_copy = copies_rows(call) ? arena.take<In>(kChunkRows * z.head_dim) : nullptr;
+  s.value_copy = copies_rows(call) || may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
+  const bool is_8_bit = call.varlen.cache.dtype != CacheDType::kOfQuery;
+  s.key_factors = is_8_bit ? arena.take<T>(heads * block_k) : nullptr;
+  s.value_factors = is_8_bit ? arena.take<T>(heads * block_k) : nullptr;
+  s.multiplied = arena.take<bool>(heads);
+  s.added = arena.take<bool>(heads);
+  s.prefetches = prefetches_rows(call, threads);
+  return s;
+}
+
+// Results of one split, or of the consecutive splits of a key head.
+template <class T>
+struct SplitResult {
+  T* out;      // [rows][D_v]  O, not yet divided by l
+  T* row_max;  // [rows]       m
+  T* row_sum;  // [rows]       l
+
+  SplitResult skip(int64_t n, int64_t d_v) const { return {out + n * d_v, row_max + n, row_sum + n}; }
+};
