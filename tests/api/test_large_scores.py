@@ -97,3 +97,13 @@ def test_a_common_part_of_the_scores_cancels(isa, dtype, log2_score):
     exact = scores.softmax(-1) @ v.double()
     assert (out - exact).norm() <= (2 * EPS[dtype] + rounding) * exact.norm()
     assert ((lse - scores.logsumexp(-1)).abs() <= 4 * EPS[torch.float32] * scores.abs().amax(-1).clamp(1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_large_scores_of_a_row_keep_the_bits_of_other_rows(isa, dtype):
+    """The rows of a vector share the code that chooses how to compute P."""
+    q, k, v = (t.detach().to(dtype) for t in make_qkv(1, 1, 70, 150, 64))
+    large = q.clone()
+    large[:, :, 5] *= 2.0**12
+    others = [i for i in range(70) if i != 5]
+    assert torch.equal(flash_attn(large, k, v)[:, :, others], flash_attn(q, k, v)[:, :, others])

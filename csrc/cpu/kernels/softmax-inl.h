@@ -83,13 +83,16 @@ FA_INLINE auto probs_of_column(T* column, int64_t keys, int64_t ld, Vec<T> refer
 #if defined(FA_HAS_SCALEF)
   if constexpr (sizeof(In) == 2) {
     // One multiply-add: P = 2^(log2_scale S - shift). The rounding of `shift` multiplies all P of a row by the same
-    // number, below 1 + 2^-15. Scores with a larger shift become differences before.
+    // number, below 1 + 2^-15. In rows with a larger shift, scores become differences before. Other rows of the vector keep
+    // their bits.
     constexpr float kMostShift = 1024;
     Vec<float> shift = reference * log2_scale;
     if (FA_ANY_ABOVE_PS(shift * shift, kMostShift * kMostShift)) {
+      const auto is_large = shift * shift > kMostShift * kMostShift;
+      const Vec<float> subtracted = is_large ? reference : Vec<float>{};
       for (int64_t j = 0; j < keys; ++j)
-        store<float>(column + j * ld, load<float>(column + j * ld) - reference);
-      shift = Vec<float>{};
+        store<float>(column + j * ld, load<float>(column + j * ld) - subtracted);
+      shift = is_large ? Vec<float>{} : shift;
     }
     return [=](Vec<float> score) FA_INLINE_LAMBDA { return short_exp2(score * log2_scale - shift); };
   } else
