@@ -64,18 +64,21 @@ struct DecodeTile {
     if constexpr (kHasByteLanes<In>) return all_at_once && s.byte_lanes.multiplies(rows);
     return false;
   }
-  // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows. Each
-  // reading prefetches a part, because many prefetches at once wait for each other. These functions return the logarithm of
-  // the number of parts. More parts would be less than a cache line, and lines() is slow for less than a line.
-  int log2_readings_of_keys() const {
-    const bool shares =
-        all_at_once && uses_lane_blocks<T>(rows) && !kReadsKeysInPlace<In, T> && widening() == 0;
-    return shares && rows_of_block<T>(rows) < rows;
+  // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
+  bool reads_keys_again() const {
+    return all_at_once && uses_lane_blocks<T>(rows) && rows_of_block<T>(rows) < rows;
   }
-  int log2_readings_of_values() const {
-    if (FA_VECTOR_BYTES < 64 || !all_at_once || !uses_lane_blocks<T>(rows)) return 0;
-    const int64_t groups = ceil_div(rows, kMostValueRows);
-    return std::clamp(2 - widening_of_values(), 0, groups >= 4 ? 2 : groups >= 2 ? 1 : 0);
+  bool reads_values_again() const {
+    return all_at_once && uses_lane_blocks<T>(rows) && rows > kMostValueRows;
+  }
+  // Each reading prefetches a part of the rows, because many prefetches at once wait for each other. These functions return
+  // the logarithm of the number of parts. More parts would be less than a cache line, and lines() is slow for less than a line.
+  int log2_parts_of_keys() const {
+    return reads_keys_again() && !kReadsKeysInPlace<In, T> && widening() == 0;
+  }
+  int log2_parts_of_values() const {
+    if (FA_VECTOR_BYTES < 64 || !reads_values_again()) return 0;
+    return std::clamp(2 - widening_of_values(), 0, rows > 3 * kMostValueRows ? 2 : 1);
   }
   // Whether a key may be hidden from a query.
   bool may_mask() const {
@@ -116,8 +119,7 @@ struct DecodeTile {
                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
     const bool keeps_chunks = uses_lane_blocks<T>(rows) && (heads.count > 1 || copies_keys);
     const bool is_chunk = all_at_once ? keeps_chunks : heads.count > 1;
-    const int64_t most =
-        uses_lane_blocks<T>(rows) && rows_of_block<T>(rows) < rows ? rows_in_l1(z.head_dim) : keys;
+    const int64_t most = reads_keys_again() ? rows_in_l1(z.head_dim) : keys;
     const int64_t step = is_chunk || !is_in_one_place(source) ? kChunkRows : most;
     for (int64_t j = 0; j < keys; j += step) {
       const int64_t count = std::min(step, keys - j);
@@ -239,9 +241,7 @@ struct DecodeTile {
   void add_values(const TileSource& source, Prefetcher ahead, const ResultOf& result_of) const {
     if (all_at_once) {
       const bool is_converted = cache.dtype != CacheDType::kOfQuery && uses_lane_blocks<T>(rows);
-      // Several groups of rows read each value several times.
-      const int64_t most =
-          uses_lane_blocks<T>(rows) && rows > kMostValueRows ? rows_in_l1(z.head_dim_v) : keys;
+      const int64_t most = reads_values_again() ? rows_in_l1(z.head_dim_v) : keys;
       const int64_t step = is_converted ? kConvertedValues : most;
       for (int64_t first = 0; first < keys; first += step) {
         const auto copy_of = [&](int64_t j) {
@@ -516,8 +516,8 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
                                 : Prefetcher(now.values, distance.is_tile ? next.values : next.keys,
                                              tile.heads, distance);
   }
-  during_scores.divide_lines(tile.widening_of_keys() + tile.log2_readings_of_keys());
-  during_values.divide_lines(tile.widening_of_values() + tile.log2_readings_of_values());
+  during_scores.divide_lines(tile.widening_of_keys() + tile.log2_parts_of_keys());
+  during_values.divide_lines(tile.widening_of_values() + tile.log2_parts_of_values());
   tile.load_scores(now.keys, during_scores);
   for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, now.values, result_of(n));
   tile.add_values(now.values, during_values, result_of);

@@ -158,6 +158,15 @@ struct SeenPart {
     constexpr int64_t kStep = 16;
     return {seen.begin / kStep * kStep, std::min(ceil_div(seen.end, kStep) * kStep, count)};
   }
+  // The smallest part that contains both.
+  SeenPart joined(const SeenPart& other) const {
+    if (elements() == 0) return other;
+    if (other.elements() == 0) return *this;
+    const auto join = [](const Range& a, const Range& b) {
+      return Range{std::min(a.begin, b.begin), std::max(a.end, b.end)};
+    };
+    return {join(queries, other.queries), join(keys, other.keys)};
+  }
   int64_t elements() const { return (queries.end - queries.begin) * (keys.end - keys.begin); }
 };
 
@@ -194,8 +203,7 @@ void for_each_seen_part(const TileFrame& f, const MaskTile<T>& mask, const Use& 
   };
   const int64_t half = std::min<int64_t>(f.queries, 32);
   const SeenPart first = SeenPart::of(mask.visible, f, {0, half}),
-                 last = SeenPart::of(mask.visible, f, {half, f.queries}),
-                 whole = SeenPart::of(mask.visible, f, {0, f.queries});
+                 last = SeenPart::of(mask.visible, f, {half, f.queries}), whole = first.joined(last);
   if (4 * (first.elements() + last.elements()) > 3 * whole.elements()) return use_part(whole);
   use_part(first);
   use_part(last);

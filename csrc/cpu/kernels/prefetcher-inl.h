@@ -66,7 +66,7 @@ class Prefetcher {
   // Always inline, because GCC 12 removes calls of a function that only prefetches. Lines of one row take few instructions
   // and no call: a call would store the sums that the caller has in registers.
   FA_INLINE void lines(int64_t count) {
-    if (at_ >= end_ && rows_left_ > 0) next_row_of_chunk();
+    if (at_ >= end_ && rows_left_ > 0) next_row_of_run();
     const int64_t stored = count >> log2_parts_;
     if (stored << log2_parts_ == count && end_ - at_ >= stored * kLine) {
       const char* from = at_;
@@ -89,7 +89,7 @@ class Prefetcher {
 
   static int64_t rows_of(const TileSource& source) { return source.known ? source.rows : 0; }
 
-  FA_INLINE void next_row_of_chunk() {
+  FA_INLINE void next_row_of_run() {
     --rows_left_;
     at_ = end_ + source_->stride - row_bytes_;
     end_ = at_ + row_bytes_;
@@ -111,7 +111,7 @@ class Prefetcher {
   }
   bool find_row() {
     if (rows_left_ > 0) {
-      next_row_of_chunk();
+      next_row_of_run();
       return true;
     }
     while (row_ >= end_row_) {
@@ -129,17 +129,16 @@ class Prefetcher {
     const bool has_adjacent_heads = source_->stride_h == source_->bytes;
     if (has_adjacent_heads) end_ = at_ + heads_.count * source_->bytes;  // as one row
     if (has_adjacent_heads || heads_.count == 1) {
-      rows_left_ = std::min(kChunkRows - 1 - row_ % kChunkRows, end_row_ - row_ - 1);
-      row_ += 1 + rows_left_;
+      // The rows to the end of the tile have one distance, or the rows to the end of the chunk.
+      const int64_t end_of_chunk = (row_ / kChunkRows + 1) * kChunkRows;
+      const int64_t end_of_run = source_->in_one_place ? end_row_ : std::min(end_of_chunk, end_row_);
+      rows_left_ = end_of_run - row_ - 1;
+      row_ = end_of_run;
       row_bytes_ = end_ - at_;
-      if (source_->stride == row_bytes_) {  // the rest of the chunk is as one row, or the rest of the tile
-        if (source_->in_one_place) {
-          rows_left_ += end_row_ - row_;
-          row_ = end_row_;
-        }
+      if (source_->stride == row_bytes_) {  // the run is as one row
         end_ += rows_left_ * row_bytes_;
         rows_left_ = 0;
-        // The next chunk often follows. A CPU's own prefetch does not cross a page, so this starts it there.
+        // The next run often follows. A CPU's own prefetch does not cross a page, so this starts it there.
         for (int64_t n = 0; n < 3; ++n) prefetch(end_ + n * kLine);
       }
     } else if (++head_ == heads_.count) {
@@ -156,6 +155,6 @@ class Prefetcher {
   int64_t ahead_ = 0;
   bool into_l1_ = false;
   int64_t row_ = 0, end_row_ = 0, head_ = 0;
-  int64_t rows_left_ = 0, row_bytes_ = 0;  // of the current chunk, if its heads are one or adjacent
+  int64_t rows_left_ = 0, row_bytes_ = 0;  // of the current run, if its heads are one or adjacent
   const char *at_ = nullptr, *end_ = nullptr;
 };

@@ -69,7 +69,7 @@ inline Tiling fitted_forward_tiling(const Sizes& z) {
 constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 512, kMostDecodeScores = 16 << 10,
                   kLeastDecodeTiles = 8;
 constexpr int64_t kRowsOfMoreKeys = 16,
-                  kMoreDecodeKeys = 128;  // so few rows have more keys in short caches, too
+                  kMoreDecodeKeys = 128;  // up to 16 rows have 128 keys in short caches, too
 // Decode has up to 8 queries. With more queries the forward's tile was measured to be faster, with two exceptions: up to 32
 // queries of at least 512 keys, and on AVX-512 up to 128 queries and 256 rows of a group, if they see at least 2 MiB of K and V
 // of a head.
