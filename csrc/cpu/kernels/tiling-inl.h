@@ -68,8 +68,8 @@ inline Tiling fitted_forward_tiling(const Sizes& z) {
 // of a tile have at most 64 KiB of float32. A cache has at least 8 tiles, so that threads share it.
 constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 512, kMostDecodeScores = 16 << 10,
                   kLeastDecodeTiles = 8;
-constexpr int64_t kRowsOfMoreKeys = 16,
-                  kMoreDecodeKeys = 128;  // up to 16 rows have 128 keys in short caches, too
+// Up to 16 rows have 256 keys in short caches, too: a split has at least 256 keys, so more tiles would serve no thread.
+constexpr int64_t kRowsOfMoreKeys = 16, kMoreDecodeKeys = 256;
 // Decode has up to 8 queries. With more queries the forward's tile was measured to be faster, with two exceptions: up to 32
 // queries of at least 512 keys, and on AVX-512 up to 128 queries and 256 rows of a group, if they see at least 2 MiB of K and V
 // of a head.
