@@ -85,6 +85,12 @@ struct TileSource {
   const char* row(int64_t h, int64_t n) const {
     return chunk[n / kChunkRows] + n % kChunkRows * stride + h * stride_h;
   }
+  // Returns the end of the chunks that follow row `n` in memory, as those of a page do.
+  int64_t end_of_run(int64_t n) const {
+    int64_t c = n / kChunkRows + 1;
+    while (c * kChunkRows < rows && chunk[c] == chunk[c - 1] + kChunkRows * stride) ++c;
+    return c * kChunkRows;
+  }
   // Whether these rows are the first bytes of the rows of `other`.
   bool is_part_of(const TileSource& other) const {
     return known && other.known && chunk[0] == other.chunk[0] && stride == other.stride &&

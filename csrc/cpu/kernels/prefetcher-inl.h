@@ -129,9 +129,7 @@ class Prefetcher {
     const bool has_adjacent_heads = source_->stride_h == source_->bytes;
     if (has_adjacent_heads) end_ = at_ + heads_.count * source_->bytes;  // as one row
     if (has_adjacent_heads || heads_.count == 1) {
-      // The rows to the end of the tile have one distance, or the rows to the end of the chunk.
-      const int64_t end_of_chunk = (row_ / kChunkRows + 1) * kChunkRows;
-      const int64_t end_of_run = source_->in_one_place ? end_row_ : std::min(end_of_chunk, end_row_);
+      const int64_t end_of_run = std::min(source_->end_of_run(row_), end_row_);
       rows_left_ = end_of_run - row_ - 1;
       row_ = end_of_run;
       row_bytes_ = end_ - at_;
