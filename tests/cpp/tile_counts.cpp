@@ -80,7 +80,8 @@ void count(int64_t head_dim) {
   };
   print("forward", head_dim, forward(2), forward(3));
   print("backward", head_dim, backward(2), backward(3));
-  print("decode", head_dim, decode(4), decode(5));  // tiles of 256 keys: the fifth 64 keys are a tile of their own
+  print("decode", head_dim, decode(4),
+        decode(5));  // tiles of 256 keys: the fifth 64 keys are a tile of their own
 }
 
 }  // namespace
