@@ -22,6 +22,8 @@ constexpr bool multiplies_bytes(int64_t rows) {
 #if defined(FA_DOT_INT16)
 
 constexpr float kLargestOfWideRow = 16383;
+static_assert(int64_t{128} * 32767 * kMostDecodeKeys <=
+              std::numeric_limits<int32_t>::max());  // P V of a tile
 
 // The products. They do not depend on the type of Q, so both 16-bit types share this struct's functions.
 struct ByteProducts {

@@ -6,7 +6,7 @@
 //  forward    48 x 64          S^T 12 KB; K or V 16 KB at D 64 (fp32)  K, V at D >= 128; Q^T, O
 //             48 x 128         S^T 24 KB; AVX-512 without a mask       V; K of 16 bits at D >= 128
 //  backward   64 x 64          P and dS, 16 KB each                    K, V, their transposes, dK, dV, Q, dO
-//  decode     rows x 128       S of a few rows; K and V are streamed
+//  decode     rows x 512       S of a few rows; K and V are streamed
 #pragma once
 
 #include "../vec/vec-inl.h"
