@@ -85,8 +85,9 @@ struct TileSource {
   const char* row(int64_t h, int64_t n) const {
     return chunk[n / kChunkRows] + n % kChunkRows * stride + h * stride_h;
   }
-  // Returns the end of the chunks that follow row `n` in memory, as those of a page do.
+  // Returns the end of the run of row `n`. The chunks of a run follow each other in memory, as the chunks of a page do.
   int64_t end_of_run(int64_t n) const {
+    if (in_one_place) return rows;  // without the loop, which took 2% of a step
     int64_t c = n / kChunkRows + 1;
     while (c * kChunkRows < rows && chunk[c] == chunk[c - 1] + kChunkRows * stride) ++c;
     return c * kChunkRows;

@@ -90,17 +90,6 @@ inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int
   return sum_lanes<float>(probe) == 0.0f;
 }
 
-// int8 values as pairs of int16 across two keys.
-struct Int8Values {
-  using E = Pair;
-  using Sum = S32;
-  static constexpr int kKeys = 2, kVectors = 2;
-  FA_INLINE static void load(const int8_t* v, int64_t stride, bool is_last, int64_t cols, U32* value) {
-    interleave(load_pairs(v, cols), is_last ? U32{} : load_pairs(v + stride, cols), value[0], value[1]);
-  }
-  FA_INLINE static void order_columns(S32*) {}
-};
-
 // Q of the task's heads as bytes. A head has one or two blocks of rows.
 struct ByteLanes {
   static constexpr int64_t kMostRows = kLanes<float>, kMostBlocks = 2;
@@ -191,7 +180,8 @@ struct ByteLanes {
       float units[kLanes<float>];
       round_probs(many.block_of(all, first, count, keys), ceil_div(keys, kChunkRows) * kChunkRows, lanes,
                   factor, units);
-      add_values_of_lanes<Int8Values>({probs, lanes, units}, count, v, keys, out + first * ldo, ldo, ahead);
+      add_values_of_lanes<PairValues<int8_t, S32>>({probs, lanes, units}, count, v, keys, out + first * ldo,
+                                                   ldo, ahead);
     });
   }
 
@@ -252,16 +242,10 @@ struct ByteLanes {
     const F32 if_none = largest == zero ? zero : splat<float>(std::numeric_limits<float>::quiet_NaN());
     store<float>(units, is_number ? factor / inverse : if_none);
     inverse = is_number ? inverse : zero;
-    VecIndex<float> even;
-    for (int i = 0; i < L; ++i)
-      even[i] = i / static_cast<int>(lanes) * 2 * static_cast<int>(lanes) + i % static_cast<int>(lanes);
-    const VecIndex<float> odd = even + static_cast<int>(lanes);
-    for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
-      const F32 first = load<float>(p + n) * inverse + kToWhole,
-                second = load<float>(p + n + L) * inverse + kToWhole;
-      const U32 low = (U32)pick<float>(first, second, even), high = (U32)pick<float>(first, second, odd);
-      store_elements(probs + n / 2, (low & 0xffffu) | high << 16);
-    }
+    pair_lanes(p, keys, lanes, probs, [=](F32 first, F32 second) FA_INLINE_LAMBDA {
+      const U32 low = (U32)(first * inverse + kToWhole), high = (U32)(second * inverse + kToWhole);
+      return (low & 0xffffu) | high << 16;
+    });
   }
 };
 

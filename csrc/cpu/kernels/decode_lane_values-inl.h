@@ -45,8 +45,11 @@ struct WideValues<BFloat16, float> {
 
 #if defined(FA_DOT_BFLOAT16)
 
-// Rounds P^T, [keys][lanes], to pairs of keys, [keys / 2][lanes]. `keys` is a multiple of kChunkRows.
-inline void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to) {
+// Rounds P^T, [keys][lanes], to pairs of keys, [keys / 2][lanes]. `keys` is a multiple of kChunkRows. round_pair(x, y) rounds
+// two vectors to pairs. The order of the rows is the same in both.
+template <class RoundPair>
+FA_INLINE void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to,
+                          const RoundPair& round_pair) {
   constexpr int L = kLanes<float>;
   VecIndex<float> even;
   for (int i = 0; i < L; ++i)
@@ -54,19 +57,20 @@ inline void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to
   const VecIndex<float> odd = even + static_cast<int>(lanes);
   for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
     const F32 first = load<float>(probs + n), second = load<float>(probs + n + L);
-    store_elements(to + n / 2, pair_up(pick<float>(first, second, even), pick<float>(first, second, odd)));
+    store_elements(to + n / 2, round_pair(pick<float>(first, second, even), pick<float>(first, second, odd)));
   }
 }
 
-// bfloat16 values as pairs across two keys.
+// Values as pairs across two keys: of bfloat16, or of int16 from int8.
+template <class In, class SumOfPairs>
 struct PairValues {
   using E = Pair;
-  using Sum = F32;
+  using Sum = SumOfPairs;
   static constexpr int kKeys = 2, kVectors = 2;
-  FA_INLINE static void load(const BFloat16* v, int64_t stride, bool is_last, int64_t cols, U32* value) {
+  FA_INLINE static void load(const In* v, int64_t stride, bool is_last, int64_t cols, U32* value) {
     interleave(load_pairs(v, cols), is_last ? U32{} : load_pairs(v + stride, cols), value[0], value[1]);
   }
-  FA_INLINE static void order_columns(F32*) {}
+  FA_INLINE static void order_columns(Sum*) {}
 };
 
 #endif

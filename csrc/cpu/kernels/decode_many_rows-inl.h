@@ -132,8 +132,9 @@ struct ManyRowsOperands<BFloat16, float> {
   static void add_lanes(const float* probs, int64_t rows, const Rows<BFloat16>* v, int64_t keys, float* out,
                         int64_t ldo, Pair* pairs, Prefetcher& ahead) {
     const int64_t lanes = lanes_of<float>(rows);
-    pair_lanes(probs, ceil_div(keys, kChunkRows) * kChunkRows, lanes, pairs);
-    add_values_of_lanes<PairValues>({pairs, lanes}, rows, v, keys, out, ldo, ahead);
+    pair_lanes(probs, ceil_div(keys, kChunkRows) * kChunkRows, lanes, pairs,
+               [](F32 first, F32 second) FA_INLINE_LAMBDA { return pair_up(first, second); });
+    add_values_of_lanes<PairValues<BFloat16, F32>>({pairs, lanes}, rows, v, keys, out, ldo, ahead);
   }
   static void load_values(const Rows<BFloat16>& v, int64_t j, int64_t keys, Pair* panel, int64_t width) {
     load_pairs_across(v.data, v.stride, keys, std::min(v.cols, width), panel + j / 2 * width, width);

@@ -243,6 +243,7 @@ struct DecodeTile {
       const bool is_converted = cache.dtype != CacheDType::kOfQuery && uses_lane_blocks<T>(rows);
       const int64_t most = reads_values_again() ? rows_in_l1(z.head_dim_v) : keys;
       const int64_t step = is_converted ? kConvertedValues : most;
+      const bool in_one_place = is_in_one_place(source);
       for (int64_t first = 0; first < keys; first += step) {
         const auto copy_of = [&](int64_t j) {
           return s.value_copy ? s.value_copy + (j - first) * z.head_dim_v : nullptr;
@@ -253,7 +254,7 @@ struct DecodeTile {
           else if (!s.added[n])
             add_some_values_of(
                 n, first, std::min(step, keys - first),
-                [&](int64_t j) { return value_rows_of(n, source, j, copy_of(j)); }, is_in_one_place(source),
+                [&](int64_t j) { return value_rows_of(n, source, j, copy_of(j)); }, in_one_place,
                 result_of(n), ahead);
         }
       }
@@ -444,7 +445,7 @@ struct DecodeTile {
   }
 
   bool is_in_one_place(const TileSource& source) const {
-    return source.in_one_place && cache.dtype == CacheDType::kOfQuery;
+    return cache.dtype == CacheDType::kOfQuery && source.in_one_place;
   }
 
   Rows<In> value_rows_of(int64_t n, const TileSource& source, int64_t j, In* copy) const {
