@@ -100,6 +100,32 @@ def test_a_chunk_of_queries_against_a_long_cache(isa, dtype, seqlen_q):
         check_forward_against_reference(q, k, v, causal="lower_right")
 
 
+@dtypes
+@pytest.mark.parametrize("window", [None, (300, 0), (40, 3), (5000, 0)], ids=str)
+def test_long_tiles_beside_tiles_that_the_band_cuts(isa, dtype, window):
+    """A tile has up to 512 keys if every query sees them. One shape for each form: rows, blocks of lanes, panels."""
+    options = {"causal": "lower_right"} if window is None else {"window": window}
+    for heads, heads_kv, seqlen_q, seqlen_k in ((4, 4, 2, 5000), (8, 1, 9, 900), (32, 1, 4, 4200), (2, 2, 33, 1500)):
+        q, k, v = (t.detach() for t in make_qkv(1, heads, seqlen_q, seqlen_k, 24, heads_kv=heads_kv, dtype=dtype))
+        check_forward_against_reference(q, k, v, **options)
+        sees_last = torch.arange(seqlen_q) + (window[1] if window else 0) >= seqlen_q - 1
+        clean = flash_attn(q, k, v, enable_gqa=True, **options)
+        k[:, :, -1], v[:, :, -1, 3] = torch.nan, torch.nan
+        dirty = flash_attn(q, k, v, enable_gqa=True, **options)
+        assert torch.equal(dirty[:, :, ~sees_last], clean[:, :, ~sees_last])
+        assert dirty[:, :, sees_last].isnan().all()
+
+
+@dtypes
+def test_hidden_values_change_no_bit_of_many_rows(isa, dtype):
+    """More than 8 rows read the values of a tile in several steps. Each step has a sum of its own."""
+    q, k, v = (t.detach() for t in make_qkv(1, 24, 1, 200, 512, heads_kv=1, dtype=dtype))
+    keep = torch.arange(200) != 5
+    clean = flash_attn(q, k, v, key_mask=keep[None], enable_gqa=True)
+    v[:, :, 5] = torch.nan
+    assert torch.equal(flash_attn(q, k, v, key_mask=keep[None], enable_gqa=True), clean)
+
+
 @pytest.mark.parametrize("head_dim", [1, 8, 16, 31, 64, 127, 128, 129, 256, 300, 512])
 def test_head_dims_of_one_query(isa, head_dim):
     for dtype in (torch.float32, torch.bfloat16):

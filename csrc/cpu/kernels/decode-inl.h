@@ -51,8 +51,8 @@ inline DecodeSplits split_keys_of(const AttentionParams& p) {
   key_splits.rows = key_splits.group * z.seqlen_q;
   const int64_t block_k = decode_block_k(p);
   key_splits.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
-  key_splits.keys.begin =
-      key_splits.keys.begin / block_k * block_k;  // one Philox call has random words for two keys
+  // One Philox call has random words for two keys.
+  key_splits.keys.begin = key_splits.keys.begin / kDecodeKeys * kDecodeKeys;
   const int64_t blocks =
       std::max<int64_t>((key_splits.keys.end - key_splits.keys.begin + block_k - 1) / block_k, 1);
   // The batch size is not used: other sequences in the batch must not change the bits of a result.
@@ -203,12 +203,12 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
   const Sizes& z = p.sizes;
   const int64_t b = task.b;
   const HeadRange heads = task.heads;
-  const int64_t rows = key_splits.rows, block_k = decode_block_k(p), d_v = decode_columns<T>(z.head_dim_v);
+  const int64_t rows = key_splits.rows, d_v = decode_columns<T>(z.head_dim_v);
+  const DecodeTiles tiles = DecodeTiles::of(p);
   const auto end_of = [&](int64_t n) {
     return std::min(key_splits.keys.begin + (n + 1) * key_splits.split_keys, key_splits.keys.end);
   };
-  const int64_t begin = key_splits.keys.begin + split * key_splits.split_keys, end = end_of(split),
-                end_of_task = end_of(task.splits.end - 1);
+  const int64_t begin = key_splits.keys.begin + split * key_splits.split_keys, end = end_of(split);
   const auto result_of = [&](int64_t n) {
     return results.of(b, heads.first + n, key_splits).skip(split * rows, d_v);
   };
@@ -220,23 +220,27 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
       std::fill(r.row_sum, r.row_sum + rows, T(0));
     }
     const HeadRange some{heads.first + first, last - first};
+    const auto keys_from = [&](int64_t j0) {
+      const int64_t end_of_split = j0 < end ? end : end_of(std::min(split + 1, task.splits.end - 1));
+      return std::min(tiles.keys_from(j0), end_of_split - j0);
+    };
     const auto tile_at = [&](int64_t j0) {
-      const int64_t keys = std::min(block_k, end_of_task - j0);
+      const int64_t keys = keys_from(j0);
       return TileSources{tile_source<In>(p, p.k, b, j0, keys, z.head_dim),
                          tile_source<In>(p, p.v, b, j0, keys, z.head_dim_v)};
     };
     TileSources now = tile_at(begin);
-    const auto distance = PrefetchDistance::of(now.keys, some, block_k, rows);
-    if (s.prefetches && split == task.splits.begin && end - begin > block_k && distance.is_tile &&
+    const auto distance = PrefetchDistance::of(now.keys, some, tiles.most, rows);
+    if (s.prefetches && split == task.splits.begin && keys_from(begin) < end - begin && distance.is_tile &&
         !now.values.is_part_of(now.keys))
       Prefetcher({}, now.values, some, distance)
           .finish();  // values of later tiles are prefetched one tile ahead
-    for (int64_t j0 = begin; j0 < end; j0 += block_k) {
-      const TileSources next = tile_at(std::min(j0 + block_k, end_of_task));
-      const DecodeTile<In, T> tile{
-          p, s, b, some, first, j0, std::min(block_k, end - j0), unified, key_splits.group};
+    for (int64_t j0 = begin, keys; j0 < end; j0 += keys) {
+      keys = keys_from(j0);
+      const TileSources next = tile_at(j0 + keys);
+      const DecodeTile<In, T> tile{p, s, b, some, first, j0, keys, unified, key_splits.group};
       if (!tile.is_hidden())
-        decode_tile<In, T>(tile, now, next, [&](int64_t n) { return result_of(first + n); });
+        decode_tile<In, T>(tile, now, next, distance, [&](int64_t n) { return result_of(first + n); });
       now = next;
     }
   };

@@ -7,22 +7,46 @@
 #include "dropout_tile-inl.h"
 #include "prefetcher-inl.h"
 
-// Returns the keys of a tile. If keys may be hidden, a tile has 64 keys in every call: a row of a bool mask has 64 bits, and
-// a band must give the same bits as the same mask.
+// Returns the most keys of a tile.
 inline int64_t decode_block_k(const AttentionParams& p) {
   const Sizes& z = p.sizes;
-  const bool may_hide = p.mask || p.functions || p.band.left < Band::kUnbounded || p.band.chunks ||
-                        (p.band.right < Band::kUnbounded && z.seqlen_q > 1);
-  if (may_hide) return kDecodeKeys;
+  if ((p.mask && !p.varlen.cache.tree_mask) || p.functions || p.band.chunks) return kDecodeKeys;
+  const Range seen = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   const int64_t rows = z.heads / z.heads_kv * z.seqlen_q;
   const auto fits = [&](int64_t keys) {
     return keys <= kMostDecodeKeys && keys * rows <= kMostDecodeScores &&
-           keys * kLeastDecodeTiles <= z.seqlen_k;
+           keys * kLeastDecodeTiles <= seen.end - seen.begin;
   };
   int64_t keys = rows <= kRowsOfMoreKeys ? kMoreDecodeKeys : kDecodeKeys;
   while (fits(2 * keys)) keys *= 2;
   return keys;
 }
+
+// How the keys are cut into tiles. A tile in which a key is hidden from some query costs more, so it has few other keys.
+struct DecodeTiles {
+  int64_t most;          // keys of a tile
+  int64_t most_of_mask;  // keys of a tile with a mask: a row of a bool mask has 64 bits
+  Range seen_by_all;     // the keys that every query sees
+  int64_t end;           // of the keys that some query sees
+
+  static DecodeTiles of(const AttentionParams& p) {
+    const Sizes& z = p.sizes;
+    const Range first = visible_keys(p.band, 0, 1, z.seqlen_k),
+                last = visible_keys(p.band, z.seqlen_q - 1, z.seqlen_q, z.seqlen_k);
+    const int64_t most = decode_block_k(p), first_hidden = p.mask ? p.varlen.cache.first_masked : first.end;
+    return {most, p.mask ? kDecodeKeys : most, {last.begin, std::min(first.end, first_hidden)}, last.end};
+  }
+  // Returns the most keys of the tile that starts at key j0.
+  int64_t keys_from(int64_t j0) const {
+    if (j0 < seen_by_all.begin) return std::min(whole_blocks(seen_by_all.begin - j0 + kDecodeKeys - 1), most);
+    if (seen_by_all.end == end) return most;
+    const int64_t before_hidden = whole_blocks(seen_by_all.end - j0);
+    return before_hidden > 0 ? std::min(before_hidden, most) : most_of_mask;
+  }
+
+ private:
+  static int64_t whole_blocks(int64_t keys) { return keys / kDecodeKeys * kDecodeKeys; }
+};
 
 // Whether decode_byte_lanes-inl.h multiplies keys of int8 and int4.
 #if defined(FA_DOT_BYTES)

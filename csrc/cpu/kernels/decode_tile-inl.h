@@ -49,8 +49,10 @@ struct DecodeTile {
       DecodeNibbles::kExists<In> && cache.dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows);
   const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
 #endif
-  // If only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
-  const bool stays_transposed = all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && !may_mask();
+  // If only the band hides keys, and only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
+  const bool only_band_hides = !p.mask && !p.functions;
+  const bool stays_transposed =
+      all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && (only_band_hides || !may_mask());
   // The products count elements of 2^widening times the bytes of the stored elements.
   int widening_of_keys() const { return has_byte_lanes() ? 0 : widening(); }
   int widening_of_values() const {
@@ -181,13 +183,14 @@ struct DecodeTile {
       if (is_int4) s.multiplied[n] = s.nibbles.load_values(p, h_kv, j0, keys);
     if (stays_transposed) {
       softmax_of_lanes(n, r);
-      const bool is_later = has_constant_factor(cache.v_scale) && multiplies_byte_lanes(n, cache.v_scale);
+      const bool as_bytes = multiplies_byte_lanes(n, cache.v_scale);
+      const bool is_later = has_constant_factor(cache.v_scale) && as_bytes;
       if (s.multiplied[n] && !is_later) multiply_keys_of_lanes(n, s.value_factors + n * ld);
-      s.added[n] = false;
+      s.added[n] = may_mask() && !as_bytes && !values_are_finite(n, values);
+      if (s.added[n]) add_values_not_finite(n, values, r);
       return;
     }
     const bool isolate = may_mask() && !as_integers(n, cache.v_scale) && !values_are_finite(n, values);
-    const Rows<In> gathered{s.value_copy, z.head_dim_v, z.head_dim_v};
     if (isolate) gather_values(n, values);
     const auto frame_of = [&](int64_t g) {
       return TileFrame{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
@@ -216,7 +219,7 @@ struct DecodeTile {
       if (s.multiplied[n] && !is_int4)
         for (int64_t i = 0; i < count; ++i) multiply_lanes<T>(scores + i * ld, s.value_factors + n * ld, ld);
       if (isolate)
-        add_rows_not_finite<In, T>(score, false, count, scores, ld, 1, gathered, keys, r.out + row * d_v,
+        add_rows_not_finite<In, T>(score, false, count, scores, ld, 1, gathered(), keys, r.out + row * d_v,
                                    d_v);
     }
     if constexpr (DecodeBytes<In>::kExists) {
@@ -226,23 +229,14 @@ struct DecodeTile {
       if (is_int4 && s.multiplied[n]) s.nibbles.finish_probs(n * rows, rows, s.scores, ld);
     if (!all_at_once && !as_integers(n, cache.v_scale)) s.products.finish_probs(n * rows, rows, s.scores, ld);
     s.added[n] = isolate;
-    if (!isolate) return;
-    for (int64_t j = 0; j < keys; ++j)
-      if (!rows_are_finite<In, T>(Rows<In>{gathered.row(j), 0, z.head_dim_v}, 1))
-        std::fill(s.value_copy + j * z.head_dim_v, s.value_copy + (j + 1) * z.head_dim_v, In{});
-    Prefetcher nothing;
-    add_values_of(
-        n, [&](int64_t j) { return Rows<In>{gathered.row(j), z.head_dim_v, z.head_dim_v}; }, true, r,
-        nothing);
+    if (isolate) add_finite_values(n, r);
   }
 
   // O += P V for the heads that softmax() has not added.
   template <class ResultOf>
   void add_values(const TileSource& source, Prefetcher ahead, const ResultOf& result_of) const {
     if (all_at_once) {
-      const bool is_converted = cache.dtype != CacheDType::kOfQuery && uses_lane_blocks<T>(rows);
-      const int64_t most = reads_values_again() ? rows_in_l1(z.head_dim_v) : keys;
-      const int64_t step = is_converted ? kConvertedValues : most;
+      const int64_t step = keys_of_value_step();
       const bool in_one_place = is_in_one_place(source);
       for (int64_t first = 0; first < keys; first += step) {
         const auto copy_of = [&](int64_t j) {
@@ -282,6 +276,11 @@ struct DecodeTile {
   }
 
  private:
+  // Returns the keys whose values are multiplied at once. Their sums are added to O, so the bits of a result depend on it.
+  int64_t keys_of_value_step() const {
+    if (cache.dtype != CacheDType::kOfQuery && uses_lane_blocks<T>(rows)) return kConvertedValues;
+    return reads_values_again() ? rows_in_l1(z.head_dim_v) : keys;
+  }
   // Returns how many of the tile's rows of K or V stay in L1 while they are read several times: 32 KiB in whole chunks.
   int64_t rows_in_l1(int64_t cols) const {
     constexpr int64_t kElements = (32 << 10) / sizeof(In);
@@ -412,6 +411,7 @@ struct DecodeTile {
   // The softmax of S^T. For blocks of lanes it also multiplies O by the factors; otherwise the product P V does.
   void softmax_of_lanes(int64_t n, const SplitResult<T>& r) const {
     const LaneTile<T> tile{scores_of(n), padded_keys};
+    if (may_mask()) hide_keys_of_lanes(tile);
     if (!uses_lane_blocks<T>(rows))
       return decode_softmax_lanes<T>(tile.data, keys, lanes, unified, r.row_max, r.row_sum, rows,
                                      rescale_of(n));
@@ -425,6 +425,20 @@ struct DecodeTile {
     if (!uses_lane_blocks<T>(rows)) return body(0, rows, tile.data);
     for_each_lane_block<T>(
         rows, [&](int64_t first, int64_t count) { body(first, count, tile.at(first, count, 0)); });
+  }
+  // S^T = -inf where the band hides the key from the row's query.
+  void hide_keys_of_lanes(const LaneTile<T>& tile) const {
+    for_each_lane_tile(tile, [&](int64_t first, int64_t count, T* block) {
+      const int64_t block_lanes = lanes_of<T>(count);
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t i = (first + r) % z.seqlen_q;
+        const Range seen = visible_keys(p.band, i, i + 1, z.seqlen_k);
+        const int64_t begin = std::clamp<int64_t>(seen.begin - j0, 0, keys),
+                      end = std::clamp<int64_t>(seen.end - j0, begin, keys);
+        for (int64_t j = 0; j < begin; ++j) block[j * block_lanes + r] = kNegInf<T>;
+        for (int64_t j = end; j < keys; ++j) block[j * block_lanes + r] = kNegInf<T>;
+      }
+    });
   }
   void softmax_of_block(T* scores, int64_t block_lanes, int64_t count, const SplitResult<T>& r,
                         T* rescale) const {
@@ -458,6 +472,7 @@ struct DecodeTile {
         return false;
     return true;
   }
+  Rows<In> gathered() const { return {s.value_copy, z.head_dim_v, z.head_dim_v}; }
   void gather_values(int64_t n, const TileSource& source) const {
     for (int64_t j = 0; j < keys; j += kChunkRows) {
       In* to = s.value_copy + j * z.head_dim_v;
@@ -468,11 +483,40 @@ struct DecodeTile {
     }
   }
 
+  // O += P V for P^T of a tile in which the band hides keys: values that are not finite reach only the queries that see them.
+  void add_values_not_finite(int64_t n, const TileSource& values, const SplitResult<T>& r) const {
+    gather_values(n, values);
+    add_finite_values(n, r);  // first, because it may multiply O by a factor
+    gather_values(n, values);
+    for_each_lane_tile({scores_of(n), padded_keys}, [&](int64_t first, int64_t count, T* block) {
+      for (int64_t row = first; row < first + count; ++row) {
+        const TileFrame f{b, heads.first + n, row % z.seqlen_q, j0, 1, keys, ld, false};
+        add_rows_not_finite<In, T>({f, &p.band, {}, true}, false, 1, block + row - first, 1,
+                                   lanes_of<T>(count), gathered(), keys, r.out + row * d_v, d_v);
+      }
+    });
+  }
+  // O += P V for the finite rows of gathered(). The others become 0 there.
+  void add_finite_values(int64_t n, const SplitResult<T>& r) const {
+    for (int64_t j = 0; j < keys; ++j)
+      if (!rows_are_finite<In, T>({gathered().row(j), 0, z.head_dim_v}, 1))
+        std::fill(s.value_copy + j * z.head_dim_v, s.value_copy + (j + 1) * z.head_dim_v, In{});
+    Prefetcher nothing;
+    add_values_of(
+        n, [&](int64_t j) { return Rows<In>{gathered().row(j), z.head_dim_v, z.head_dim_v}; }, true, r,
+        nothing);
+  }
+
   // Adds the whole tile of one head. `chunk(j)` returns the rows from key j on.
   template <class Chunk>
   void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
                      Prefetcher& ahead) const {
-    if (all_at_once) return add_some_values_of(n, 0, keys, chunk, in_one_place, r, ahead);
+    if (all_at_once) {
+      const int64_t step = keys_of_value_step();
+      for (int64_t first = 0; first < keys; first += step)
+        add_some_values_of(n, first, std::min(step, keys - first), chunk, in_one_place, r, ahead);
+      return;
+    }
     for (int64_t j = 0; j < keys; j += kChunkRows)
       add_rows_of_values(n, j, std::min(kChunkRows, keys - j), chunk(j), ahead);
     add_rows<T>(r.out, sums_of(n), rows * d_v);
@@ -502,9 +546,8 @@ struct DecodeTile {
 // `next`: the addresses of the next tile. `result_of(n)`: the result that head `n` of `heads` adds to.
 template <class In, class T, class ResultOf>
 void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const TileSources& next,
-                 const ResultOf& result_of) {
+                 const PrefetchDistance& distance, const ResultOf& result_of) {
   const bool shares_rows = now.values.is_part_of(now.keys);
-  const auto distance = PrefetchDistance::of(now.keys, tile.heads, decode_block_k(tile.p), tile.rows);
   // Latent attention: V is the first columns of K, and no row is prefetched twice. The product with V has more and
   // smaller register tiles, so it issues most prefetches of the next tile.
   const int64_t few = kChunkRows, all = kMostDecodeKeys;

@@ -63,7 +63,7 @@ inline Tiling fitted_forward_tiling(const Sizes& z) {
   return fitted({forward_tiling<T>().block_q, kMostForwardKeys<T>}, z);
 }
 
-// Keys of a tile: decode_block_k(). The start and the end of a tile take as long as the products of several keys, and read no
+// Keys of a tile: DecodeTiles. The start and the end of a tile take as long as the products of several keys, and read no
 // row. With 512 keys the calls take 0.62 to 0.95 of the time with 64 or 128 keys (Zen 5, 1 to 96 rows). The scores
 // of a tile have at most 64 KiB of float32. A cache has at least 8 tiles, so that threads share it.
 constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 512, kMostDecodeScores = 16 << 10,
