@@ -88,11 +88,11 @@ struct LaneProbs {
 constexpr int kValueSums = FA_VECTOR_REGISTERS == 16 ? 12 : kDotSums;
 constexpr int kMostValueRows = kValueSums / 2;
 
-// NV of the widest block of R rows.
-template <class Values, int R>
-constexpr int widest_block() {
-  constexpr int kFit = kValueSums / R / Values::kVectors;
-  return kFit >= 8 ? 8 : kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
+// NV of the widest block of some rows.
+template <class Values>
+constexpr int widest_block(int rows) {
+  const int fit = kValueSums / rows / Values::kVectors;
+  return fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
 }
 
 // out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV * kVectors vectors of columns from c on. `chunk`: the tile's rows
@@ -131,7 +131,7 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
     for (int64_t j = 0; j < count; j += kFewKeys) {
       ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
       // The other loop is not unrolled: it has partial vectors, or waits for multiply-adds of many rows.
-      const bool is_unrolled = NV == widest_block<Values, R>() || R <= 4;
+      const bool is_unrolled = NV == widest_block<Values>(R) || R <= 4;
       if (is_unrolled && cols >= kCols && j + kFewKeys <= count) {
 #pragma GCC unroll 4
         for (int n = 0; n < kFewKeys; n += Values::kKeys) add(false);
@@ -159,7 +159,7 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
 template <class Values, int R, class In, class T>
 void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, const Rows<In>* chunk,
                      int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
-  constexpr int kWide = widest_block<Values, R>();
+  constexpr int kWide = widest_block<Values>(R);
   constexpr int kCols = Values::kVectors * kLanes<T>;
   const int64_t cols = chunk->cols;
   int64_t c = 0;
@@ -176,6 +176,12 @@ constexpr int64_t rows_of_group(int64_t rows) {
   // In 32 bits, because a division of 64 bits takes 40 cycles on some CPUs.
   const auto groups = static_cast<uint32_t>(ceil_div(rows, kMostValueRows));
   return (static_cast<uint32_t>(rows) + groups - 1) / groups;
+}
+
+// Returns how many columns of V a product of `rows` rows reads in one pass over the keys.
+template <class Values, class T>
+int64_t columns_of_pass(int64_t rows) {
+  return widest_block<Values>(static_cast<int>(rows_of_group(rows))) * Values::kVectors * kLanes<T>;
 }
 
 // out += P V for `rows` rows and a whole tile.

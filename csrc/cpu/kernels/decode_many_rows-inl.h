@@ -96,6 +96,7 @@ struct ManyRowsOperands {
                         T*, Prefetcher& ahead) {
     add_values_of_lanes<WideValues<In, T>>({probs, lanes_of<T>(rows)}, rows, v, keys, out, ldo, ahead);
   }
+  static int64_t columns_at_once(int64_t rows) { return columns_of_pass<WideValues<In, T>, T>(rows); }
   // Packs `keys` rows of one panel. The first row is key j of the tile.
   static void load_values(const Rows<In>& v, int64_t j, int64_t keys, T* panel, int64_t width) {
     for (int64_t n = 0; n < keys; ++n)
@@ -135,6 +136,9 @@ struct ManyRowsOperands<BFloat16, float> {
     pair_lanes(probs, ceil_div(keys, kChunkRows) * kChunkRows, lanes, pairs,
                [](F32 first, F32 second) FA_INLINE_LAMBDA { return pair_up(first, second); });
     add_values_of_lanes<PairValues<BFloat16, F32>>({pairs, lanes}, rows, v, keys, out, ldo, ahead);
+  }
+  static int64_t columns_at_once(int64_t rows) {
+    return columns_of_pass<PairValues<BFloat16, F32>, float>(rows);
   }
   static void load_values(const Rows<BFloat16>& v, int64_t j, int64_t keys, Pair* panel, int64_t width) {
     load_pairs_across(v.data, v.stride, keys, std::min(v.cols, width), panel + j / 2 * width, width);

@@ -279,12 +279,17 @@ struct DecodeTile {
   // Returns the keys whose values are multiplied at once. Their sums are added to O, so the bits of a result depend on it.
   int64_t keys_of_value_step() const {
     if (cache.dtype != CacheDType::kOfQuery && uses_lane_blocks<T>(rows)) return kConvertedValues;
-    return reads_values_again() ? rows_in_l1(z.head_dim_v) : keys;
+    if (reads_values_again()) return rows_in_l1(z.head_dim_v);
+    // A product reads some columns of all keys, then the next columns. 8 rows are slow enough for a part of L2.
+    if (!all_at_once || !uses_lane_blocks<T>(rows) || !columns_take_turns()) return keys;
+    if (rows < kMostValueRows) return rows_in_l1(z.head_dim_v, 16 << 10);
+    return keys * z.head_dim_v * sizeof(In) > 128 << 10 ? rows_in_l1(z.head_dim_v) : keys;
   }
-  // Returns how many of the tile's rows of K or V stay in L1 while they are read several times: 32 KiB in whole chunks.
-  int64_t rows_in_l1(int64_t cols) const {
-    constexpr int64_t kElements = (32 << 10) / sizeof(In);
-    return std::min(std::max<int64_t>(kElements / cols / kChunkRows, 1) * kChunkRows, keys);
+  bool columns_take_turns() const { return z.head_dim_v > ManyRowsOperands<In, T>::columns_at_once(rows); }
+  // Returns how many of the tile's rows of K or V stay in L1 while they are read several times: whole chunks.
+  int64_t rows_in_l1(int64_t cols, int64_t bytes = 32 << 10) const {
+    const int64_t elements = bytes / sizeof(In);
+    return std::min(std::max<int64_t>(elements / cols / kChunkRows, 1) * kChunkRows, keys);
   }
   // Whether head n's rows of int8 or int4 are multiplied without conversion. The factors or groups must be loaded
   // before.
