@@ -264,6 +264,26 @@ def test_bits_do_not_depend_on_the_batch_or_on_pages():
         assert torch.equal(flash_attn_with_kvcache(q[own], *rows, cache_seqlens=lengths[own]), together[own])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size", [16, 48, 128])
+@pytest.mark.parametrize("heads", [2, 4, 8, 16, 48])
+def test_bits_do_not_depend_on_where_rows_are(isa, dtype, page_size, heads):
+    """Products read a run of pages at once. vLLM's cache has the rows of a head side by side."""
+    lengths = torch.tensor([1100, 45, 250])
+    count = -(-1100 // page_size)
+    numbers = torch.randperm(3 * count // 2 + 1)[: (3 * count + 1) // 2]
+    in_pairs = torch.stack([2 * numbers, 2 * numbers + 1], 1).flatten()[: 3 * count]  # runs of two pages and more
+    table = in_pairs.view(3, count).int()
+    q = torch.randn(3, 1, heads, D).to(dtype)
+    caches = [torch.randn(3 * count + 3, page_size, HK, d).to(dtype) for d in (D, DV)]
+    options = dict(cache_seqlens=lengths, return_softmax_lse=True)
+    expected = flash_attn_with_kvcache(q, *(cache[table.long()].flatten(1, 2) for cache in caches), **options)
+    heads_apart = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
+    for paged in (caches, heads_apart):
+        result = flash_attn_with_kvcache(q, *paged, block_table=table, **options)
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
 BAD = {
     "too long": (dict(cache_seqlens=torch.tensor([5, 257])), "cache_seqlens: got 257 at 1; allowed: 0 to 256"),
     "negative": (dict(cache_seqlens=torch.tensor([-5, 7])), "cache_seqlens: got -5 at 0; allowed: 0 to 256"),

@@ -132,6 +132,9 @@ struct DecodeGrouping {
   }
 };
 
+// Returns whether the rows of a key's heads are adjacent in memory.
+inline bool has_adjacent_heads(const AttentionParams& p) { return p.k.stride_h < p.k.stride_s; }
+
 // Chooses the largest tasks for which each thread has four tasks, and no task exceeds the average work of a thread.
 // With one thread, tasks are as large as possible, because the overhead of a small task is as large as its work.
 template <class T>
@@ -158,7 +161,7 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
   const double share = work * static_cast<double>(z.heads_kv) / (threads == 1 ? 1.0 : 4.0 * threads);
   const int64_t most = std::max<int64_t>(static_cast<int64_t>(share / heaviest), 1);
   // Heads of few keys share a task, to save overhead. Heads of many keys share a task if their rows are adjacent.
-  if (splits == 1 || call.k.stride_h < call.k.stride_s) {
+  if (splits == 1 || has_adjacent_heads(call)) {
     g.heads = std::min({most, z.heads_kv, std::max<int64_t>(kMostRows / g.rows, 1)});
     while (z.heads_kv % g.heads != 0) --g.heads;
   }
@@ -298,9 +301,16 @@ void decode_task(const AttentionParams& p, const DecodeSplits& key_splits, const
   if (!multiplies_panels<In, T>(p, key_splits.rows))
     return FA_FEW_ROWS->decode_task(p, &key_splits, &s, &task, &results);
 #endif
-  load_decode_queries<In, T>(p, s, task, key_splits.rows);
-  for (int64_t split = task.splits.begin; split < task.splits.end; ++split)
-    decode_split<In, T>(p, key_splits, s, task, results, split);
+  // Heads with rows in several places are computed one after another, so that memory is read in order. Reading a chunk of each
+  // head in turn took twice the time. One chunk of keys has no turns.
+  const bool reads_in_order = has_adjacent_heads(p) || p.sizes.seqlen_k <= kChunkRows;
+  const int64_t together = reads_in_order ? task.heads.count : 1;
+  for (int64_t n = 0; n < task.heads.count; n += together) {
+    const DecodeTask some{task.b, {task.heads.first + n, together}, task.splits};
+    load_decode_queries<In, T>(p, s, some, key_splits.rows);
+    for (int64_t split = task.splits.begin; split < task.splits.end; ++split)
+      decode_split<In, T>(p, key_splits, s, some, results, split);
+  }
   if (task.splits.end - task.splits.begin < key_splits.splits)
     return;  // merge_all_splits() merges these splits
   for (int64_t h = task.heads.first; h < task.heads.first + task.heads.count; ++h)

@@ -122,9 +122,9 @@ struct DecodeTile {
     const bool keeps_chunks = uses_lane_blocks<T>(rows) && (heads.count > 1 || copies_keys);
     const bool is_chunk = all_at_once ? keeps_chunks : heads.count > 1;
     const int64_t most = reads_keys_again() ? rows_in_l1(z.head_dim) : keys;
-    const int64_t step = is_chunk || !is_in_one_place(source) ? kChunkRows : most;
-    for (int64_t j = 0; j < keys; j += step) {
-      const int64_t count = std::min(step, keys - j);
+    const int64_t step = is_chunk ? kChunkRows : most;
+    for (int64_t j = 0, count; j < keys; j += count) {
+      count = rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
         T* scores = scores_of(n) + j;
         if (as_integers(n, cache.k_scale)) {
@@ -143,7 +143,7 @@ struct DecodeTile {
             s.products.many.load_scores(slot + n, rows, k, j, count, scale, {scores_of(n), padded_keys},
                                         ahead);
           } else {
-            const LaneTile<T> chunk{s.products.many.scores, ceil_div(step, kChunkRows) * kChunkRows};
+            const LaneTile<T> chunk{s.products.many.scores, ceil_div(count, kChunkRows) * kChunkRows};
             s.products.many.load_scores(slot + n, rows, k, 0, count, scale, chunk, ahead);
             transpose_chunk(chunk, count, scores);
           }
@@ -255,17 +255,17 @@ struct DecodeTile {
       return ahead.finish();
     }
     // Sums of the whole tile stay in registers, if the registers hold a row.
-    const bool is_whole =
-        heads.count == 1 && is_in_one_place(source) && z.head_dim_v <= kDecodeValueVectors * kLanes<T>;
+    const bool is_whole = heads.count == 1 && z.head_dim_v <= kDecodeValueVectors * kLanes<T>;
     const int64_t step = is_whole ? keys : kChunkRows;
-    for (int64_t j = 0; j < keys; j += step)
+    for (int64_t j = 0, count; j < keys; j += count) {
+      count = rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
         if (as_integers(n, cache.v_scale))
           add_integer_chunk(n, source, j, ahead);
         else if (!s.added[n])
-          add_rows_of_values(n, j, std::min(step, keys - j), value_rows_of(n, source, j, s.value_copy),
-                             ahead);
+          add_rows_of_values(n, j, count, value_rows_of(n, source, j, s.value_copy), ahead);
       }
+    }
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n) {
       if (as_integers(n, cache.v_scale))
@@ -465,6 +465,13 @@ struct DecodeTile {
 
   bool is_in_one_place(const TileSource& source) const {
     return cache.dtype == CacheDType::kOfQuery && source.in_one_place;
+  }
+
+  // Returns how many rows a product may read from row `j` on, at most `most`: the rest of the run, or a chunk of a copy.
+  int64_t rows_in_place(const TileSource& source, int64_t j, int64_t most) const {
+    const bool is_copy = !source.known || cache.dtype != CacheDType::kOfQuery;
+    const int64_t end = most <= kChunkRows || is_copy ? j + kChunkRows : source.end_of_run(j);
+    return std::min({most, end - j, keys - j});
   }
 
   Rows<In> value_rows_of(int64_t n, const TileSource& source, int64_t j, In* copy) const {
