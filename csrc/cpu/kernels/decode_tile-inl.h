@@ -114,15 +114,14 @@ struct DecodeTile {
           s.multiplied[n] =
               load_scales(p, cache.k_groups, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
     }
-    // One product of the whole tile reads each panel of Q^T once, not once for each chunk. Blocks of lanes have chunks in two
-    // cases: several heads, so that memory is read in order, and a copy of widened keys, which stays in L1 only for a chunk.
-    // Several blocks read each key several times, so the keys of a step stay in L1.
+    // Panels: one product of the whole tile reads each panel of Q^T once. Otherwise a step stays in L1 in three cases: a chunk is
+    // a copy of widened keys, several blocks of lanes read each key, or several heads take turns.
+    const bool is_panel = all_at_once && !uses_lane_blocks<T>(rows);
     const bool copies_keys = (kHasVectorsOfRows || ManyRowsOperands<In, T>::kWidensKeys) &&
                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
-    const bool keeps_chunks = uses_lane_blocks<T>(rows) && (heads.count > 1 || copies_keys);
-    const bool is_chunk = all_at_once ? keeps_chunks : heads.count > 1;
-    const int64_t most = reads_keys_again() ? rows_in_l1(z.head_dim) : keys;
-    const int64_t step = is_chunk ? kChunkRows : most;
+    const bool is_read_again = reads_keys_again() || (heads.count > 1 && !is_panel);
+    const int64_t most = is_read_again ? rows_in_l1(heads.count * z.head_dim) : keys;
+    const int64_t step = all_at_once && !is_panel && copies_keys ? kChunkRows : most;
     for (int64_t j = 0, count; j < keys; j += count) {
       count = rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
@@ -254,9 +253,11 @@ struct DecodeTile {
       }
       return ahead.finish();
     }
-    // Sums of the whole tile stay in registers, if the registers hold a row.
-    const bool is_whole = heads.count == 1 && z.head_dim_v <= kDecodeValueVectors * kLanes<T>;
-    const int64_t step = is_whole ? keys : kChunkRows;
+    // Sums of the whole tile stay in registers, if the registers hold a row..
+    const bool is_whole = z.head_dim_v <= kDecodeValueVectors * kLanes<T>;
+    const int64_t step = heads.count > 1 ? rows_in_l1(heads.count * z.head_dim_v)
+                         : is_whole      ? keys
+                                         : kChunkRows;
     for (int64_t j = 0, count; j < keys; j += count) {
       count = rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
@@ -286,7 +287,7 @@ struct DecodeTile {
     return keys * z.head_dim_v * sizeof(In) > 128 << 10 ? rows_in_l1(z.head_dim_v) : keys;
   }
   bool columns_take_turns() const { return z.head_dim_v > ManyRowsOperands<In, T>::columns_at_once(rows); }
-  // Returns how many of the tile's rows of K or V stay in L1 while they are read several times: whole chunks.
+  // Returns how many of the tile's rows of K or V stay in L1, if they have `cols` columns: whole chunks.
   int64_t rows_in_l1(int64_t cols, int64_t bytes = 32 << 10) const {
     const int64_t elements = bytes / sizeof(In);
     return std::min(std::max<int64_t>(elements / cols / kChunkRows, 1) * kChunkRows, keys);
