@@ -62,6 +62,8 @@ STEPS = [
     decode(8, 4096, window=512),
     *(Step("prefill 1 x 512", ((512, 0),), dtype=dtype) for dtype in ("bfloat16", "float32")),
     *(Step("prefill 1 x 2048", ((2048, 0),), dtype=dtype) for dtype in ("bfloat16", "float32")),
+    *(Step(f"prefill {b} x {n}", ((n, 0),) * b, dtype=dtype)
+      for b, n in ((8, 512), (32, 512)) for dtype in ("bfloat16", "float32")),
     *(Step("512 after 4096", ((512, 4096),), dtype=dtype) for dtype in ("bfloat16", "float32")),
     *(Step("7 decodes, prefill 256", ((1, 1023),) * 7 + ((256, 0),), dtype=dtype) for dtype in ("bfloat16", "float32")),
     Step("guesses: 8 x 4 at 2048", ((4, 2044),) * 8),
