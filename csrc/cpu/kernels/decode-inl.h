@@ -165,7 +165,13 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
     g.heads = std::min({most, z.heads_kv, std::max<int64_t>(kMostRows / g.rows, 1)});
     while (z.heads_kv % g.heads != 0) --g.heads;
   }
-  g.splits = ceil_div(splits, ceil_div(splits, std::max<int64_t>(most / g.heads, 1)));
+  // One small sequence: a thread merges the splits of its own heads, which are in the cache of its core, if all threads have
+  // equal work.
+  constexpr int64_t kSmallBytes = 1 << 20;
+  const int64_t bytes = z.heads_kv * z.seqlen_k * (z.head_dim + z.head_dim_v) * bytes_of(call.dtype);
+  const bool has_whole_heads = z.batch == 1 && bytes <= kSmallBytes && z.heads_kv / g.heads % threads == 0;
+  g.splits =
+      has_whole_heads ? splits : ceil_div(splits, ceil_div(splits, std::max<int64_t>(most / g.heads, 1)));
   g.leaves_splits = splits > g.splits;
   return g;
 }
