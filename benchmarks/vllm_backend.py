@@ -2,7 +2,8 @@
 
 Operators: one layer, in the same rounds, each on a cache in its own format. On vLLM's side the operators run that its
 CPUAttentionBackend calls for a layer. The schedule of the step is made before. Ours is the backend's forward of a
-layer.
+layer. "32 layers": each call reads the cache of the next layer, as a model does. Otherwise all calls read one cache, so
+that a small cache stays in the CPU's caches.
 
 Models (--models): random weights, a process for each backend, one after another. A clock around the layers of attention
 measures their share of a decode step.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,17 +49,21 @@ class Step:
     dtype: str = "bfloat16"
     cache: str = "auto"
     window: int | None = None
+    layers: int = 1
 
 
-def decode(batch: int, context: int, **options) -> Step:
-    return Step(f"decode {batch} x {context}", ((1, context - 1),) * batch, **options)
+def decode(batch: int, context: int, layers: int = 1, **options) -> Step:
+    name = f"decode {batch} x {context}" + (f", {layers} layers" if layers > 1 else "")
+    return Step(name, ((1, context - 1),) * batch, layers=layers, **options)
 
 
 STEPS = [
     *(decode(b, s, dtype=dtype) for dtype in ("bfloat16", "float32")
       for b, s in ((1, 512), (1, 4096), (1, 16384), (8, 512), (8, 4096), (8, 16384), (32, 512), (32, 2048))),
     decode(32, 16384),  # three copies of 2.1 GB
+    *(decode(1, 512, layers=32, dtype=dtype) for dtype in ("bfloat16", "float32")),
     *(decode(b, 2048, heads=14, heads_kv=2, head_dim=64) for b in (1, 8, 32)),
+    decode(1, 2048, layers=24, heads=14, heads_kv=2, head_dim=64),
     decode(8, 4096, cache="fp8"),
     decode(8, 4096, window=512),
     *(Step("prefill 1 x 512", ((512, 0),), dtype=dtype) for dtype in ("bfloat16", "float32")),
@@ -101,7 +107,11 @@ def calls_of(step: Step) -> dict[str, Callable[[], None]]:
     dtype, tokens = getattr(torch, step.dtype), common.num_actual_tokens
     coded = FORMATS[step.cache].coded
     shape = (pages, step.heads_kv, PAGE_SIZE, 2 * step.head_dim)
-    theirs, ours = (torch.zeros(shape, dtype=dtype if coded is None else torch.uint8) for _ in range(2))
+    theirs, ours = (
+        [torch.zeros(shape, dtype=dtype if coded is None else torch.uint8) for _ in range(step.layers)]
+        for _ in range(2)
+    )
+    next_theirs, next_ours = cycle(theirs), cycle(ours)
     isa = _get_attn_isa(dtype, PAGE_SIZE, step.head_dim, step.cache)
     scale = step.head_dim**-0.5
     layer = AttentionLayerCalls(step.head_dim, step.head_dim, scale, step.cache, step.window)
@@ -109,20 +119,21 @@ def calls_of(step: Step) -> dict[str, Callable[[], None]]:
     query = torch.randn(tokens, step.heads, step.head_dim).to(dtype)
     outs = torch.zeros_like(query), torch.zeros_like(query)
 
-    def halves() -> tuple[torch.Tensor, torch.Tensor]:
-        return theirs.view(pages, step.heads_kv, PAGE_SIZE * 2, -1).chunk(2, dim=2)
+    def halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return cache.view(pages, step.heads_kv, PAGE_SIZE * 2, -1).chunk(2, dim=2)
 
-    def write_theirs(key, value, slots) -> None:
+    def write_theirs(cache, key, value, slots) -> None:
         ops.cpu_attn_reshape_and_cache(
-            key, value, *halves(), slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=step.cache
+            key, value, *halves(cache), slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=step.cache
         )
 
     all_slots = torch.arange(PAGE_SIZE, pages * PAGE_SIZE)
     for part in all_slots.split(8192):
         key, value = (torch.randn(len(part), step.heads_kv, step.head_dim).to(dtype) for _ in "kv")
-        write_theirs(key, value, part)
-        filled = SimpleNamespace(**vars(common) | {"slot_mapping": part})
-        layer.write(key, value, ours, PackedStep.from_vllm(filled, PAGE_SIZE))
+        filled = PackedStep.from_vllm(SimpleNamespace(**vars(common) | {"slot_mapping": part}), PAGE_SIZE)
+        for n in range(step.layers):
+            write_theirs(theirs[n], key, value, part)
+            layer.write(key, value, ours[n], filled)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(common.seq_lens), num_heads=step.heads, num_kv_heads=step.heads_kv, head_dim=step.head_dim,
         seq_lens=common.seq_lens, dtype=dtype, query_start_loc=common.query_start_loc, causal=True,
@@ -131,7 +142,7 @@ def calls_of(step: Step) -> dict[str, Callable[[], None]]:
     )  # fmt: skip
 
     def attend_theirs() -> None:
-        key_cache, value_cache = halves()
+        key_cache, value_cache = halves(next(next_theirs))
         ops.cpu_attention_with_kv_cache(
             query=query, key_cache=key_cache, value_cache=value_cache, output=outs[0],
             query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, scale=scale, causal=True,
@@ -141,18 +152,18 @@ def calls_of(step: Step) -> dict[str, Callable[[], None]]:
         )  # fmt: skip
 
     def attend_ours() -> None:
-        layer.attend(query, ours, packed, outs[1])
+        layer.attend(query, next(next_ours), packed, outs[1])
 
     key, value = (torch.randn(tokens, step.heads_kv, step.head_dim).to(dtype) for _ in "kv")
     # A plain read of the same number of bytes from a copy of its own, by all threads: no decode is faster.
-    words = ours[1:].flatten().view(torch.float32).nan_to_num().clone()
+    copies = cycle([cache[1:].flatten().view(torch.float32).nan_to_num().clone() for cache in ours])
     attend_theirs(), attend_ours()
     torch.testing.assert_close(outs[1].float(), outs[0].float(), atol=0.03, rtol=0.05)
     return {
         "theirs": attend_theirs, "ours": attend_ours,
-        "theirs, write": lambda: write_theirs(key, value, common.slot_mapping),
-        "ours, write": lambda: layer.write(key, value, ours, packed),
-        "read": lambda: words.sum(),
+        "theirs, write": lambda: write_theirs(next(next_theirs), key, value, common.slot_mapping),
+        "ours, write": lambda: layer.write(key, value, next(next_ours), packed),
+        "read": lambda: next(copies).sum(),
     }  # fmt: skip
 
 
