@@ -230,50 +230,61 @@ FA_INLINE void sum_spans(Vec<T> (&sum)[kKeys]) {
   }
 }
 
-// Adds kGroups spans of columns to the sums of kDotSums keys. key[i]: the address of key 4 i. `lines`: cache lines that two
-// spans read from memory.
-template <class T, int kSpan, int kGroups, class E>
-FA_INLINE void add_spans(const E* q, const E* (&key)[kDotSums / 4], int64_t ld, int64_t ld3, int64_t lines,
-                         Vec<T> (&sum)[kDotSums], Prefetcher& ahead) {
-  constexpr int N = kDotSums;
+// The addresses of one span of kDotSums keys. Neighbouring keys have a constant distance.
+template <class E>
+struct KeyAddresses {
+  static constexpr int kNear = 8;  // keys of one pointer: the address of each key is an addressing mode
+  static_assert(kDotSums % kNear == 0);
+  const char* first[kDotSums / kNear];
+  int64_t ld, ld3, ld5, ld7;  // bytes
+
+  FA_INLINE KeyAddresses(const E* k, int64_t stride)
+      : ld(stride * static_cast<int64_t>(sizeof(E))), ld3(3 * ld), ld5(5 * ld), ld7(7 * ld) {
+    asm volatile("" : "+r"(ld3), "+r"(ld5), "+r"(ld7));  // in registers, not computed for each key
+    for (int n = 0; n < kDotSums / kNear; ++n) first[n] = reinterpret_cast<const char*>(k) + n * kNear * ld;
+  }
+  FA_INLINE const E* key(int n) const {
+    const int64_t of_odd[] = {ld, ld3, ld5, ld7};
+    const int i = n % kNear;
+    return reinterpret_cast<const E*>(first[n / kNear] + (i % 2 ? of_odd[i / 2] : i == 6 ? 2 * ld3 : i * ld));
+  }
+  FA_INLINE void advance(int64_t bytes) {
 #pragma GCC unroll 4
-  for (int s = 0; s < kGroups; ++s) {
-    if (s % 2 == 0) ahead.lines(lines);  // few at once, so that they are often of one row
-    const auto query = load_elements(q + s * kLanes<T>);
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-      const int64_t row = n % 4 == 3 ? ld3 : n % 4 * ld;  // each is an addressing mode
-      sum[n] = multiply_add(sum[n], broadcast_span<kSpan>(key[n / 4] + row + s * kSpan), query);
+    for (int n = 0; n < kDotSums / kNear; ++n) {
+      first[n] += bytes;
+      // Otherwise the compiler computes a pointer for each key, and runs out of registers.
+      asm volatile("" : "+r"(first[n]));
     }
   }
-#pragma GCC unroll 4
-  for (int n = 0; n < N / 4; ++n) {
-    key[n] += kGroups * kSpan;
-    // Otherwise the compiler computes a pointer for each key, and runs out of registers.
-    asm volatile("" : "+r"(key[n]));
-  }
-}
+};
 
 // out = scale * S^T for kDotSums keys, rows of `k` at distance `ld`. `groups`: spans of columns. A span has `bytes`
-// bytes in memory.
+// bytes in memory. Not inline: the addresses fill the registers, and callers would add more variables.
 template <class T, int kSpan, class E>
-FA_INLINE void lanes_block(const E* q, int64_t groups, const E* k, int64_t ld, T scale, T* out, int64_t bytes,
-                           Prefetcher& ahead) {
-  constexpr int L = kLanes<T>, N = kDotSums, kGroups = 4;
+FA_NOINLINE void lanes_block(const E* q, int64_t groups, const E* k, int64_t ld, T scale, T* out,
+                             int64_t bytes, Prefetcher& ahead) {
+  constexpr int L = kLanes<T>, N = kDotSums;
   Vec<T> sum[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) sum[n] = Vec<T>{};
-  const E* key[N / 4];
-#pragma GCC unroll 4
-  for (int n = 0; n < N / 4; ++n) key[n] = k + 4 * n * ld;
-  int64_t ld3 = 3 * ld;
-  asm volatile("" : "+r"(ld3));  // in a register, not computed for each key
-  const int64_t lines = ceil_div(2 * N * bytes, 64);
+  KeyAddresses<E> keys(k, ld);
+  const auto add_span = [&]() FA_INLINE_LAMBDA {
+    const auto query = load_elements(q);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) sum[n] = multiply_add(sum[n], broadcast_span<kSpan>(keys.key(n)), query);
+    keys.advance(kSpan * sizeof(E));
+    q += L;
+  };
+  constexpr int64_t kGroups = 4;  // of one call of the prefetcher
+  const int64_t lines = ceil_div(kGroups * N * bytes, 64);
   int64_t g = 0;
-  for (; g + kGroups <= groups; g += kGroups)
-    add_spans<T, kSpan, kGroups>(q + g * L, key, ld, ld3, lines, sum, ahead);
-  for (; g < groups; ++g)
-    add_spans<T, kSpan, 1>(q + g * L, key, ld, ld3, ceil_div(N * bytes, 64), sum, ahead);
+  for (; g + kGroups <= groups; g += kGroups) {
+    ahead.lines(lines);
+#pragma GCC unroll 4
+    for (int n = 0; n < kGroups; ++n) add_span();
+  }
+  if (g < groups) ahead.lines(ceil_div((groups - g) * N * bytes, 64));
+  for (; g < groups; ++g) add_span();
   sum_spans<T, kSpan, N>(sum);
 #pragma GCC unroll 16
   for (int n = 0; n < N / kSpan; ++n) store<T>(out + n * L, sum[n] * scale);
