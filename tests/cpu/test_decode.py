@@ -82,6 +82,18 @@ def test_rows_on_both_sides_of_each_block(isa, dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("group", [3, 4, 7, 8, 12, 16])
+def test_large_scores_of_a_head_keep_the_bits_of_other_heads(isa, dtype, group):
+    for seqlen_k in (5, 333):
+        q, k, v = make_qkv(1, group, 1, seqlen_k, 64, 64, heads_kv=1, dtype=dtype)
+        large = q.clone()
+        large[:, 1] *= 2.0**12
+        others = [head for head in range(group) if head != 1]
+        out, out_of_large = (flash_attn(x, k, v, enable_gqa=True) for x in (q, large))
+        assert torch.equal(out_of_large[:, others], out[:, others])
+
+
+@dtypes
 @pytest.mark.parametrize("rows", [1, 3, 5, 8, 13])
 def test_heads_of_few_keys_share_a_task(isa, dtype, rows, threads):
     threads(1)

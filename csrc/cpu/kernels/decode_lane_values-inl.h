@@ -45,21 +45,62 @@ struct WideValues<BFloat16, float> {
 
 #if defined(FA_DOT_BFLOAT16)
 
+// Indices for pick(): the even and the odd keys of two vectors of P^T, [keys][lanes].
+struct KeysOfLanes {
+  VecIndex<float> even, odd;
+
+  explicit KeysOfLanes(int64_t lanes) {
+    const int n = static_cast<int>(lanes);
+    for (int i = 0; i < kLanes<float>; ++i) even[i] = i / n * 2 * n + i % n;
+    odd = even + n;
+  }
+};
+
 // Rounds P^T, [keys][lanes], to pairs of keys, [keys / 2][lanes]. `keys` is a multiple of kChunkRows. round_pair(x, y) rounds
 // two vectors to pairs. The order of the rows is the same in both.
 template <class RoundPair>
 FA_INLINE void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to,
                           const RoundPair& round_pair) {
   constexpr int L = kLanes<float>;
-  VecIndex<float> even;
-  for (int i = 0; i < L; ++i)
-    even[i] = i / static_cast<int>(lanes) * 2 * static_cast<int>(lanes) + i % static_cast<int>(lanes);
-  const VecIndex<float> odd = even + static_cast<int>(lanes);
+  const KeysOfLanes key(lanes);
   for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
     const F32 first = load<float>(probs + n), second = load<float>(probs + n + L);
-    store_elements(to + n / 2, round_pair(pick<float>(first, second, even), pick<float>(first, second, odd)));
+    store_elements(to + n / 2,
+                   round_pair(pick<float>(first, second, key.even), pick<float>(first, second, key.odd)));
   }
 }
+
+// As pair_lanes(), for bfloat16: writes the pairs of two vectors. write_probs() calls it. The pairs may replace P.
+class LanePairs {
+ public:
+#if defined(FA_PERMUTE16)
+  LanePairs(Pair* to, int64_t lanes) : to_(to) {
+    const int n = static_cast<int>(lanes);
+    for (int i = 0; i < 2 * kLanes<float>; ++i) words_[i] = i / 2 / n * 2 * n + i % 2 * n + i / 2 % n;
+  }
+  FA_INLINE U32 round(F32 first, F32 second) const {
+    return FA_PERMUTE16(FA_CVTPS_BF16_2(first, second), words_);
+  }
+#else
+  LanePairs(Pair* to, int64_t lanes) : to_(to), key_(lanes) {}
+  FA_INLINE U32 round(F32 first, F32 second) const {
+    return pair_up(pick<float>(first, second, key_.even), pick<float>(first, second, key_.odd));
+  }
+#endif
+  // `n`: the even number of the first vector.
+  FA_INLINE void operator()(int64_t n, F32 first, F32 second) const {
+    store_elements(to_ + n / 2 * kLanes<float>, round(first, second));
+  }
+
+ private:
+  Pair* to_;
+#if defined(FA_PERMUTE16)
+  typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
+  Words words_;  // of pairs, in the order of keys and lanes
+#else
+  KeysOfLanes key_;
+#endif
+};
 
 // Values as pairs across two keys: of bfloat16, or of int16 from int8.
 template <class In, class SumOfPairs>

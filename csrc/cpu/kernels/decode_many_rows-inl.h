@@ -28,6 +28,7 @@ struct AllProbs {
   const T* rescale;  // [rows]   multiplies O before P V is added; null: 1
   // Only with blocks of lanes: the first key to multiply, and the keys of the LaneTile.
   int64_t first_key = 0, tile_keys = 0;
+  bool has_pairs = false;  // each block has pairs of keys in place of P
 };
 
 // A left operand and its strides, as in GemmArgs.
@@ -62,7 +63,7 @@ template <class In, class T>
 struct ManyRowsOperands {
   using Element = T;
   static constexpr bool kReadsValuesInPlace = std::is_same_v<In, T>;
-  static constexpr bool kWidensKeys = !std::is_same_v<In, T>;
+  static constexpr bool kWidensKeys = !std::is_same_v<In, T>, kPairsProbs = false;
 
   static int64_t depth_of(int64_t n) { return n; }
   static int64_t prob_elements(int64_t, int64_t) { return 0; }
@@ -114,7 +115,8 @@ struct ManyRowsOperands {
 template <>
 struct ManyRowsOperands<BFloat16, float> {
   using Element = Pair;
-  static constexpr bool kReadsValuesInPlace = false, kWidensKeys = false;
+  using RoundedProbs = LanePairs;
+  static constexpr bool kReadsValuesInPlace = false, kWidensKeys = false, kPairsProbs = true;
 
   static int64_t depth_of(int64_t n) { return pairs_of(n); }
   static int64_t prob_elements(int64_t lanes, int64_t keys) {
@@ -132,10 +134,19 @@ struct ManyRowsOperands<BFloat16, float> {
   }
   static void add_lanes(const float* probs, int64_t rows, const Rows<BFloat16>* v, int64_t keys, float* out,
                         int64_t ldo, Pair* pairs, Prefetcher& ahead) {
-    const int64_t lanes = lanes_of<float>(rows);
-    pair_lanes(probs, ceil_div(keys, kChunkRows) * kChunkRows, lanes, pairs,
-               [](F32 first, F32 second) FA_INLINE_LAMBDA { return pair_up(first, second); });
-    add_values_of_lanes<PairValues<BFloat16, F32>>({pairs, lanes}, rows, v, keys, out, ldo, ahead);
+    constexpr int L = kLanes<float>;
+    const int64_t lanes = lanes_of<float>(rows),
+                  vectors = ceil_div(keys, kChunkRows) * kChunkRows * lanes / L;
+    const LanePairs write(pairs, lanes);
+    for (int64_t n = 0; n < vectors; n += 2)
+      write(n, load<float>(probs + n * L), load<float>(probs + (n + 1) * L));
+    add_pairs(pairs, rows, v, keys, out, ldo, ahead);
+  }
+  // As add_lanes(). `probs`: pairs of P^T, [whole chunks of keys / 2][lanes].
+  static void add_pairs(const Pair* probs, int64_t rows, const Rows<BFloat16>* v, int64_t keys, float* out,
+                        int64_t ldo, Prefetcher& ahead) {
+    add_values_of_lanes<PairValues<BFloat16, F32>>({probs, lanes_of<float>(rows)}, rows, v, keys, out, ldo,
+                                                   ahead);
   }
   static int64_t columns_at_once(int64_t rows) {
     return columns_of_pass<PairValues<BFloat16, F32>, float>(rows);
@@ -221,8 +232,10 @@ struct ManyRows {
   template <class Chunk>
   void add_values(const AllProbs<T>& all, int64_t rows, const Chunk& chunk, bool in_one_place, int64_t keys,
                   T* out, int64_t ldo, Prefetcher& ahead) const {
-    Rows<In> v[kTileChunks] = {};
-    for (int64_t j = 0; j < keys; j += kChunkRows) v[j / kChunkRows] = chunk(j);
+    Rows<In> v[kTileChunks];
+    v[0] = chunk(0);
+    for (int64_t j = kChunkRows; j < keys; j += kChunkRows)
+      v[j / kChunkRows] = in_one_place ? Rows<In>{v[0].row(j), v[0].stride, v[0].cols} : chunk(j);
     if (uses_lane_blocks<T>(rows)) return add_lane_values(all, rows, v, keys, out, ldo, ahead);
     const int64_t cols = v[0].cols, depth = Operands::depth_of(keys);
     const LeftOperand<E> left = Operands::load_probs(all, rows, keys, probs);
@@ -254,6 +267,12 @@ struct ManyRows {
                                lanes);
     std::fill(prob_lanes + keys * lanes, prob_lanes + end * lanes, T(0));
     return prob_lanes;
+  }
+
+  // Returns the pairs of P^T of a block of lanes, [keys / 2][lanes].
+  static const E* pairs_of(const AllProbs<T>& all, int64_t first, int64_t rows) {
+    const LaneTile<const T> tile{all.data, all.tile_keys};
+    return reinterpret_cast<const E*>(tile.at(first, rows, 0)) + all.first_key / 2 * lanes_of<T>(rows);
   }
 
   // The three functions above for blocks of lanes. `v`: the tile's chunks.
@@ -309,6 +328,10 @@ struct ManyRows {
   void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
                        int64_t ldo, Prefetcher& ahead) const {
     for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+      if constexpr (Operands::kPairsProbs)
+        if (all.has_pairs)
+          return Operands::add_pairs(pairs_of(all, first, count), count, v, keys, out + first * ldo, ldo,
+                                     ahead);
       Operands::add_lanes(block_of(all, first, count, keys), count, v, keys, out + first * ldo, ldo, probs,
                           ahead);
     });

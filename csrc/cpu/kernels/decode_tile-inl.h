@@ -35,6 +35,7 @@ struct DecodeTile {
   const T* unified;  // null: the running maximum
   int64_t group;     // H / H_kv
 
+  using Operands = ManyRowsOperands<In, T>;
   const Sizes& z = p.sizes;
   const CacheParams& cache = p.varlen.cache;
   const int64_t rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
@@ -419,8 +420,9 @@ struct DecodeTile {
     const LaneTile<T> tile{scores_of(n), padded_keys};
     if (may_mask()) hide_keys_of_lanes(tile);
     if (!uses_lane_blocks<T>(rows))
-      return decode_softmax_lanes<T>(tile.data, keys, lanes, unified, r.row_max, r.row_sum, rows,
-                                     rescale_of(n));
+      return decode_softmax_lanes<In, T>(
+          tile.data, keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n),
+          [&](int64_t row) { return ProbsInPlace<T>{tile.data + row, lanes, keys}; });
     for_each_lane_tile(tile, [&](int64_t first, int64_t count, T* block) {
       softmax_of_block(block, lanes_of<T>(count), count, r.skip(first, d_v), rescale_of(n));
     });
@@ -446,16 +448,39 @@ struct DecodeTile {
       }
     });
   }
+  // Whether softmax() rounds P to pairs in place. Factors of keys multiply P before it is rounded, and so do values that are not
+  // finite.
+  bool pairs_probs() const {
+    return Operands::kPairsProbs && stays_transposed && !may_mask() && uses_lane_blocks<T>(rows) &&
+           cache.dtype == CacheDType::kOfQuery && !cache.v_scale;
+  }
   void softmax_of_block(T* scores, int64_t block_lanes, int64_t count, const SplitResult<T>& r,
                         T* rescale) const {
+    const int64_t vectors = padded_keys * block_lanes / kLanes<T>;
+    if constexpr (Operands::kPairsProbs)
+      if (pairs_probs()) {
+        using Pairs = typename Operands::Element;
+        Pairs* pairs = reinterpret_cast<Pairs*>(scores);
+        softmax_of_block(scores, block_lanes, count, r, rescale,
+                         typename Operands::RoundedProbs(pairs, block_lanes));
+        if (block_lanes == kLanes<T>)
+          std::fill(pairs + ceil_div(keys, 2) * block_lanes, pairs + padded_keys / 2 * block_lanes, Pairs{});
+        return;
+      }
+    softmax_of_block(scores, block_lanes, count, r, rescale, ProbsInPlace<T>{scores, kLanes<T>, vectors});
+    if (block_lanes == kLanes<T>)  // pads pairs with zeros
+      std::fill(scores + keys * block_lanes, scores + padded_keys * block_lanes, T(0));
+  }
+  template <class Write>
+  void softmax_of_block(T* scores, int64_t block_lanes, int64_t count, const SplitResult<T>& r, T* rescale,
+                        const Write& write) const {
     if (block_lanes < kLanes<T>)
-      return decode_softmax_part_of_vector<T>(scores, keys, padded_keys, block_lanes, unified, r.row_max,
-                                              r.row_sum, count, r.out, d_v);
-    decode_softmax_lanes<T>(scores, keys, block_lanes, unified, r.row_max, r.row_sum, count, rescale);
+      return decode_softmax_part_of_vector<In, T>(scores, keys, padded_keys, block_lanes, unified, r.row_max,
+                                                  r.row_sum, count, r.out, d_v, write);
+    decode_softmax_lanes<In, T>(scores, keys, block_lanes, unified, r.row_max, r.row_sum, count, rescale,
+                                [&](int64_t) { return write; });
     for (int64_t row = 0; row < count; ++row)
       if (rescale[row] != T(1)) multiply_row<T>(r.out + row * d_v, rescale[row], d_v);
-    std::fill(scores + keys * block_lanes, scores + padded_keys * block_lanes,
-              T(0));  // pads pairs with zeros
   }
 
   void multiply_keys_of_lanes(int64_t n, const T* factors) const {
@@ -541,7 +566,8 @@ struct DecodeTile {
                           const SplitResult<T>& r, Prefetcher& ahead) const {
     s.products.many.add_values(
         {scores_of(n), stays_transposed ? lanes : ld, stays_transposed,
-         stays_transposed && !uses_lane_blocks<T>(rows) ? rescale_of(n) : nullptr, first, padded_keys},
+         stays_transposed && !uses_lane_blocks<T>(rows) ? rescale_of(n) : nullptr, first, padded_keys,
+         pairs_probs()},
         rows, [&](int64_t j) { return chunk(first + j); }, in_one_place, count, r.out, d_v, ahead);
   }
 

@@ -30,10 +30,12 @@ void add_tile_of_few_heads(const AttentionParams& row, const HeadScores<In, T>& 
   for (int64_t j = 0; j < keys; j += kChunkRows)
     products.scores_of_chunk(row, j, keys, product_scale<T>(row), scores + j * lanes);
   if (lanes < kLanes<T>) {
-    decode_softmax_part_of_vector<T>(scores, keys, padded, lanes, nullptr, r.row_max, r.row_sum, heads, r.out,
-                                     r.ld);
+    decode_softmax_part_of_vector<T, T>(scores, keys, padded, lanes, nullptr, r.row_max, r.row_sum, heads,
+                                        r.out, r.ld,
+                                        ProbsInPlace<T>{scores, kLanes<T>, padded * lanes / kLanes<T>});
   } else {
-    decode_softmax_lanes<T>(scores, keys, lanes, nullptr, r.row_max, r.row_sum, heads, rescale);
+    decode_softmax_lanes<T, T>(scores, keys, lanes, nullptr, r.row_max, r.row_sum, heads, rescale,
+                               [&](int64_t row) { return ProbsInPlace<T>{scores + row, lanes, keys}; });
     for (int64_t h = 0; h < heads; ++h) multiply_row<T>(r.out + h * r.ld, rescale[h], r.ld);
     std::fill(scores + keys * lanes, scores + padded * lanes, T(0));  // pads pairs with zeros
   }

@@ -233,12 +233,23 @@ inline void decode_softmax_rows(T* scores, int64_t ld, int64_t rows, const T* un
     decode_softmax_row<T>(scores + row * ld, ld, unified, row_max[row], row_sum[row], out + row * d_v, d_v);
 }
 
-// The softmax of decode's tile S^T, [keys][lanes], for `rows` <= lanes < a vector. A vector has lanes of several keys.
-// Scores of the padding up to `padded_keys`, whole vectors, become 0.
+// Writes vectors of P of decode's tile in place of S: write_probs().
 template <class T>
+struct ProbsInPlace {
+  T* data;
+  int64_t ld, vectors;  // the distance of vectors, and their number
+  FA_INLINE void operator()(int64_t n, Vec<T> first, Vec<T> second) const {
+    store<T>(data + n * ld, first);
+    if (n + 1 < vectors) store<T>(data + (n + 1) * ld, second);
+  }
+};
+
+// The softmax of decode's tile S^T, [keys][lanes], for `rows` <= lanes < a vector. A vector has lanes of several keys.
+// `write` receives P by vectors. P of the padding up to `padded_keys`, whole vectors, is 0. `In`: the type of q, k, v.
+template <class In, class T, class Write>
 inline void decode_softmax_part_of_vector(T* scores, int64_t keys, int64_t padded_keys, int64_t lanes,
                                           const T* unified, T* row_max, T* row_sum, int64_t rows, T* out,
-                                          int64_t d_v) {
+                                          int64_t d_v, const Write& write) {
   constexpr int L = kLanes<T>;
   const int64_t vectors = padded_keys * lanes / L;
   std::fill(scores + keys * lanes, scores + padded_keys * lanes, kNegInf<T>);
@@ -252,12 +263,9 @@ inline void decode_softmax_part_of_vector(T* scores, int64_t keys, int64_t padde
   for (int d = L / 2; d > 0; d /= 2)
     if (d >= lanes) new_max = max<T>(new_max, rotate<T>(new_max, d));
   const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
-  Vec<T> sum = {};
-  for (int64_t n = 0; n < vectors; ++n) {
-    const Vec<T> prob = exp<T>(load<T>(scores + n * L) - reference);
-    store<T>(scores + n * L, prob);
-    sum += prob;
-  }
+  const auto prob = probs_of_column<In, T>(scores, vectors, L, reference, T(kLog2E));
+  Vec<T> sum = write_probs<T>(write, vectors,
+                              [&](int64_t n) FA_INLINE_LAMBDA { return prob(load<T>(scores + n * L)); });
 #pragma GCC unroll 8
   for (int d = L / 2; d > 0; d /= 2)
     if (d >= lanes) sum += rotate<T>(sum, d);
@@ -272,23 +280,19 @@ inline void decode_softmax_part_of_vector(T* scores, int64_t keys, int64_t padde
 }
 
 // The softmax of decode's tile S^T, [keys][lanes]: a row of Q is a lane, so no vector is split. Writes O's factors to
-// `rescale`, because the next product multiplies O by these factors.
-template <class T>
+// `rescale`, because the next product multiplies O by these factors. write_at(row) receives P of the rows from `row` on.
+template <class In, class T, class WriteAt>
 inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T* unified, T* row_max,
-                                 T* row_sum, int64_t rows, T* rescale) {
+                                 T* row_sum, int64_t rows, T* rescale, const WriteAt& write_at) {
   constexpr int L = kLanes<T>;
   const auto e_to = [](Vec<T> x) FA_INLINE_LAMBDA { return exp<T>(x); };
   for (int64_t row = 0; row < rows; row += L) {
     const int64_t count = std::min<int64_t>(L, rows - row);
     Vec<T> m = load_columns<T>(row_max + row, count), l = load_columns<T>(row_sum + row, count), factor;
-    const auto probs_below = [](Vec<T> reference) FA_INLINE_LAMBDA {
-      return [=](Vec<T> score) FA_INLINE_LAMBDA { return exp<T>(score - reference); };
+    const auto probs_below = [&](Vec<T> reference) FA_INLINE_LAMBDA {
+      return probs_of_column<In, T>(scores + row, keys, lanes, reference, T(kLog2E));
     };
-    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, probs_below, e_to,
-                      [&](int64_t j, Vec<T> first, Vec<T> second) FA_INLINE_LAMBDA {
-                        store<T>(scores + j * lanes + row, first);
-                        if (j + 1 < keys) store<T>(scores + (j + 1) * lanes + row, second);
-                      });
+    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, probs_below, e_to, write_at(row));
     store_columns<T>(row_max + row, m, count);
     store_columns<T>(row_sum + row, l, count);
     store<T>(rescale + row, factor);
