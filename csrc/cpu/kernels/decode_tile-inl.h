@@ -36,6 +36,8 @@ struct DecodeTile {
   int64_t group;     // H / H_kv
 
   using Operands = ManyRowsOperands<In, T>;
+  // The type that sets the error of P. float16 counts as float32: calls that widen float16 before have the same bits.
+  using ProbType = std::conditional_t<std::is_same_v<In, BFloat16>, In, T>;
   const Sizes& z = p.sizes;
   const CacheParams& cache = p.varlen.cache;
   const int64_t rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
@@ -420,7 +422,7 @@ struct DecodeTile {
     const LaneTile<T> tile{scores_of(n), padded_keys};
     if (may_mask()) hide_keys_of_lanes(tile);
     if (!uses_lane_blocks<T>(rows))
-      return decode_softmax_lanes<In, T>(
+      return decode_softmax_lanes<ProbType, T>(
           tile.data, keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n),
           [&](int64_t row) { return ProbsInPlace<T>{tile.data + row, lanes, keys}; });
     for_each_lane_tile(tile, [&](int64_t first, int64_t count, T* block) {
@@ -475,10 +477,10 @@ struct DecodeTile {
   void softmax_of_block(T* scores, int64_t block_lanes, int64_t count, const SplitResult<T>& r, T* rescale,
                         const Write& write) const {
     if (block_lanes < kLanes<T>)
-      return decode_softmax_part_of_vector<In, T>(scores, keys, padded_keys, block_lanes, unified, r.row_max,
-                                                  r.row_sum, count, r.out, d_v, write);
-    decode_softmax_lanes<In, T>(scores, keys, block_lanes, unified, r.row_max, r.row_sum, count, rescale,
-                                [&](int64_t) { return write; });
+      return decode_softmax_part_of_vector<ProbType, T>(scores, keys, padded_keys, block_lanes, unified,
+                                                        r.row_max, r.row_sum, count, r.out, d_v, write);
+    decode_softmax_lanes<ProbType, T>(scores, keys, block_lanes, unified, r.row_max, r.row_sum, count,
+                                      rescale, [&](int64_t) { return write; });
     for (int64_t row = 0; row < count; ++row)
       if (rescale[row] != T(1)) multiply_row<T>(r.out + row * d_v, rescale[row], d_v);
   }
