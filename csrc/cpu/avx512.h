@@ -25,6 +25,10 @@
 #define FA_WIDEN_BYTES(x) (U32) _mm512_cvtepu8_epi32((__m128i)(x))
 #define FA_WIDEN_SIGNED_BYTES(x) (VecIndex<float>)_mm512_cvtepi8_epi32((__m128i)(x))
 #define FA_BROADCAST_16_BYTES(p) _mm512_broadcast_f32x4(_mm_loadu_ps((const float*)(p)))
+// 16 bytes from p on, then 16 bytes from q on.
+#define FA_TWO_16_BYTES(p, q)                                                           \
+  _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(p))), \
+                          _mm_loadu_si128((const __m128i*)(q)), 1)
 #define FA_HAS_F16C
 #define FA_BITS_OF_64_BYTES(p) _mm512_cmpneq_epi8_mask(_mm512_loadu_si512(p), _mm512_setzero_si512())
 #define FA_CVTPH_PS(x) _mm512_cvtph_ps((__m256i)(x))

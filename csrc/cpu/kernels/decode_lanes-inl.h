@@ -150,11 +150,11 @@ constexpr bool multiplies_vector_of_rows(int64_t rows) {
   return FA_VECTOR_BYTES == 64 && span_of<T>(rows) == 1;
 }
 
-// Returns the number of elements of a row of Q in a block, padded for each form.
+// Returns the number of elements of a row of Q in a block, padded for each form. Sums of columns repeat a row twice.
 template <class T>
 constexpr int64_t block_depth_of(int64_t depth) {
   constexpr int64_t kStep = kHasSumsOfColumns ? 2 * kLanes<T> : kLanes<T>;
-  return ceil_div(depth, kStep) * kStep;
+  return ceil_div(depth, kStep) * kStep * (kHasSumsOfColumns ? 2 : 1);
 }
 
 // Returns rows with whole steps of columns: in place, or a copy with zeros after the last column. `copy` has room for them.

@@ -1,6 +1,7 @@
 // S^T of decode on AVX-512 without dot products of bfloat16, for a block of at most L / 2 rows and keys of 16 bits.
 //
-// The lanes are columns. A vector of columns of a key is read and widened in registers, and multiplied by each row:
+// The lanes are columns: L columns of a key, or L / 2 columns of each of two keys. A vector of columns is read and widened
+// in registers, and multiplied by each row:
 //
 //   q0[c] q0[c+1] ... q0[c+L-1]  times  k[c] k[c+1] ... k[c+L-1]
 //
@@ -19,6 +20,18 @@ struct ColumnForm {
   static constexpr int kKeys = R > 6 ? 2 : 4;  // as many sums as fit the registers
 };
 
+// Whether a vector has kHalf columns of each of two keys: for float16 and more than 4 rows. The reduction of the sums is a
+// large part of the product, and takes half as long with two keys in a vector.
+#if defined(FA_TWO_16_BYTES)
+template <class In, class T, int R>
+constexpr bool kHasTwoKeys = std::is_same_v<In, Float16> && R > 4;
+#else
+template <class In, class T, int R>
+constexpr bool kHasTwoKeys = false;
+#endif
+template <class T>
+constexpr int kHalf = kLanes<T> / 2;
+
 // Calls body(R) for the least number of rows with a form: R >= rows.
 template <class Body>
 inline void for_column_form(int64_t rows, const Body& body) {
@@ -26,6 +39,16 @@ inline void for_column_form(int64_t rows, const Body& body) {
   if (rows <= 6) return body(std::integral_constant<int, 6>{});
   if (rows == 7) return body(std::integral_constant<int, 7>{});
   body(std::integral_constant<int, 8>{});
+}
+
+// Loads a vector into a register. Otherwise each multiply-add may load it again, and the loads are the limit.
+template <class T>
+FA_INLINE Vec<T> load_once(const T* p) {
+  Vec<T> x = load<T>(p);
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#endif
+  return x;
 }
 
 // Returns a vector: lane i is the sum of the lanes of sum[i]. In contrast to sum_each(), each step is a shuffle without a
@@ -49,11 +72,19 @@ FA_INLINE Vec<T> sum_each_by_parts(Vec<T> (&sum)[kLanes<T>]) {
 }
 
 // Copies q[r][c] to [steps of columns][vectors of a step][R][L], in the order of the columns of a step, with zeros after the
-// last row and column. Rows of `q` are padded with zeros to whole vectors.
+// last row and column. Two keys in a vector: [steps of kHalf columns][R][kHalf columns, twice]. Rows of `q` are padded with
+// zeros to whole vectors.
 template <class In, class T>
 inline void load_columns_of_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to) {
   constexpr int L = kLanes<T>, kVectors = WideValues<In, T>::kVectors;
   for_column_form(rows, [&](auto form_rows) {
+    if constexpr (kHasTwoKeys<In, T, form_rows.value>) {
+      for (int64_t c = 0; c < ceil_div(depth, L) * L; c += kHalf<T>)
+        for (int64_t r = 0; r < form_rows.value; ++r)
+          for (int copy = 0; copy < 2; ++copy)
+            for (int64_t i = 0; i < kHalf<T>; ++i) *to++ = r < rows ? q[r * ldq + c + i] : T(0);
+      return;
+    }
     for (int64_t c = 0; c < depth; c += kVectors * L, to += form_rows.value * kVectors * L)
       for (int64_t r = 0; r < form_rows.value; ++r) {
         Vec<T> columns[kVectors];
@@ -88,7 +119,7 @@ FA_INLINE void sums_of_columns(const T* q, const Rows<In>& k, int64_t j, int64_t
     for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const Vec<T> query = load<T>(q + (v * R + r) * L);
+        const Vec<T> query = load_once(q + (v * R + r) * L);
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) sum[n][r] = multiply_add(sum[n][r], query, columns[n][v]);
       }
@@ -103,6 +134,58 @@ FA_INLINE void sums_of_columns(const T* q, const Rows<In>& k, int64_t j, int64_t
   }
 }
 
+#if defined(FA_TWO_16_BYTES)
+
+// As sums_of_columns(), for 4 keys: two vectors of two keys.
+template <class T, int R>
+FA_INLINE void sums_of_two_keys(const T* q, const Rows<Float16>& k, int64_t j, int64_t keys, T scale, T* out,
+                                Prefetcher& ahead) {
+  constexpr int L = kLanes<T>, kPart = 16 / sizeof(T);
+  constexpr int64_t kAtOnce = 2 * L;  // columns of a call of the prefetcher
+  Vec<T> sum[2][R];
+  const Float16* key[4];
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
+#pragma GCC unroll 16
+  for (int n = 0; n < 2 * R; ++n) sum[n / R][n % R] = Vec<T>{};
+  for (int64_t c = 0; c < k.cols; c += kHalf<T>, q += R * L) {
+    if (c % kAtOnce == 0) ahead.lines(lines_of<Float16>(4 * kAtOnce));
+    Vec<T> columns[2];
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n)
+      columns[n] = to_float((Half16)FA_TWO_16_BYTES(key[2 * n] + c, key[2 * n + 1] + c), Float16{});
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Vec<T> query = load_once(q + r * L);
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; ++n) sum[n][r] = multiply_add(sum[n][r], query, columns[n]);
+    }
+  }
+  const auto halve = [](Vec<T> a, Vec<T> b, auto part, auto span) FA_INLINE_LAMBDA {
+    return pick<T>(a, b, every_second_part<T, part.value, span.value>(0)) +
+           pick<T>(a, b, every_second_part<T, part.value, span.value>(1));
+  };
+  using One = std::integral_constant<int, 1>;
+  using Part = std::integral_constant<int, kPart>;
+  using Whole = std::integral_constant<int, L>;
+  VecIndex<T> by_key;  // the parts of 16 bytes 0, 2, 1, 3
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) by_key[i] = (i / kPart % 2 * 2 + i / kPart / 2) * kPart + i % kPart;
+#pragma GCC unroll 2
+  for (int n = 0; n < 2; ++n) {
+    const auto sum_of = [&](int r) FA_INLINE_LAMBDA { return r < R ? sum[n][r < R ? r : 0] : Vec<T>{}; };
+    Vec<T> half[2];  // 4 rows each
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h)
+      half[h] = halve(halve(sum_of(4 * h), sum_of(4 * h + 1), One{}, Part{}),
+                      halve(sum_of(4 * h + 2), sum_of(4 * h + 3), One{}, Part{}), One{}, Part{});
+    const Vec<T> all = halve(half[0], half[1], Part{}, Whole{});
+    store<T>(out + n * L, pick<T>(all, all, by_key) * scale);
+  }
+}
+
+#endif
+
 // S^T of a tile or a chunk of keys. Writes whole blocks of keys. `copy` has room for `keys` padded rows.
 template <class In, class T>
 inline void score_sums_of_columns(const T* q, int64_t rows, const Rows<In>& keys_in_place, int64_t keys,
@@ -110,6 +193,13 @@ inline void score_sums_of_columns(const T* q, int64_t rows, const Rows<In>& keys
   const Rows<In> k = with_whole_steps(keys_in_place, keys, WideValues<In, T>::kVectors * kLanes<T>, copy);
   for_column_form(rows, [&](auto form_rows) {
     using Form = ColumnForm<In, T, form_rows.value>;
+#if defined(FA_TWO_16_BYTES)
+    if constexpr (kHasTwoKeys<In, T, form_rows.value>) {
+      for (int64_t j = 0; j < keys; j += 4)
+        sums_of_two_keys<T, form_rows.value>(q, k, j, keys, scale, out + j * Form::kLanesOut, ahead);
+      return;
+    }
+#endif
     for (int64_t j = 0; j < keys; j += Form::kKeys)
       sums_of_columns<In, T, form_rows.value>(q, k, j, keys, scale, out + j * Form::kLanesOut, ahead);
   });
