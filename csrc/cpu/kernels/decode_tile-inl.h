@@ -286,7 +286,7 @@ struct DecodeTile {
     if (reads_values_again()) return rows_in_l1(z.head_dim_v);
     // A product reads some columns of all keys, then the next columns. 8 rows are slow enough for a part of L2.
     if (!all_at_once || !uses_lane_blocks<T>(rows) || !columns_take_turns()) return keys;
-    if (rows < kMostValueRows) return rows_in_l1(z.head_dim_v, 16 << 10);
+    if (rows < kMostValueRows) return rows_in_l1(z.head_dim_v, (4 << 10) * sizeof(In));
     return keys * z.head_dim_v * sizeof(In) > 128 << 10 ? rows_in_l1(z.head_dim_v) : keys;
   }
   bool columns_take_turns() const { return z.head_dim_v > ManyRowsOperands<In, T>::columns_at_once(rows); }
