@@ -239,8 +239,8 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
                          tile_source<In>(p, p.v, b, j0, keys, z.head_dim_v)};
     };
     TileSources now = tile_at(begin);
-    const bool is_16_bit = sizeof(In) == 2 && p.varlen.cache.dtype == CacheDType::kOfQuery;
-    const auto distance = PrefetchDistance::of(now.keys, some, tiles.most, rows, is_16_bit);
+    const int64_t element = p.varlen.cache.dtype == CacheDType::kOfQuery ? sizeof(In) : 1;
+    const auto distance = PrefetchDistance::of(now.keys, some, tiles.most, rows, element);
     if (s.prefetches && split == task.splits.begin && keys_from(begin) < end - begin && distance.is_tile &&
         !now.values.is_part_of(now.keys))
       Prefetcher({}, now.values, some, distance)

@@ -26,15 +26,15 @@ struct PrefetchDistance {
   bool is_tile;  // a whole tile: keys are prefetched during work on keys, and values during work on values
   bool into_l1;  // otherwise into L2
 
-  // For a tile of `block_k` rows. `queries`: the rows of Q that each row is multiplied with. Enough bytes hide the latency.
-  // Measured with AVX-512: few queries are fast with 16 KiB, or 8 KiB of 16-bit elements, which are prefetched into L1. With
-  // 8 KiB of float32, 4 queries take 0.97 of the time in memory, but 1.10 in L3. Products of many queries take longer, so that
-  // 64 KiB are better. These stay in L2.
+  // For a tile of `block_k` rows. `queries`: the rows of Q that each row is multiplied with. `element`: bytes of an element in
+  // memory. Enough bytes hide the latency. Measured with AVX-512: few queries are fast with 16 KiB, or 8 KiB of 16-bit elements,
+  // which are prefetched into L1. With 8 KiB of float32, 4 queries take 0.97 of the time in memory, but 1.10 in L3. Products of
+  // many queries take longer, so that 64 KiB are better, or 32 KiB of float32 (0.93 to 1.00 of the time). These stay in L2.
   static PrefetchDistance of(const TileSource& source, const HeadRange& heads, int64_t block_k,
-                             int64_t queries, bool is_16_bit) {
+                             int64_t queries, int64_t element) {
     constexpr int64_t kBytesInL1 = 16 << 10;
-    const int64_t few = is_16_bit ? kBytesInL1 / 2 : kBytesInL1;
-    const int64_t bytes = FA_VECTOR_BYTES < 64 ? 32 << 10 : queries < 8 ? few : 64 << 10;
+    const int64_t few = element == 2 ? kBytesInL1 / 2 : kBytesInL1, many = element == 4 ? 32 << 10 : 64 << 10;
+    const int64_t bytes = FA_VECTOR_BYTES < 64 ? 32 << 10 : queries < 8 ? few : many;
     const int64_t row = heads.count * source.bytes;
     int64_t rows = kChunkRows;
     while (rows < block_k && rows * row < bytes) rows += kChunkRows;
