@@ -256,7 +256,7 @@ struct DecodeTile {
       }
       return ahead.finish();
     }
-    // Sums of the whole tile stay in registers, if the registers hold a row..
+    // Sums of the whole tile stay in registers, if the registers hold a row.
     const bool is_whole = z.head_dim_v <= kDecodeValueVectors * kLanes<T>;
     const int64_t step = heads.count > 1 ? rows_in_l1(heads.count * z.head_dim_v)
                          : is_whole      ? keys
