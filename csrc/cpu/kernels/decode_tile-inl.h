@@ -420,7 +420,7 @@ struct DecodeTile {
   // The softmax of S^T. For blocks of lanes it also multiplies O by the factors; otherwise the product P V does.
   void softmax_of_lanes(int64_t n, const SplitResult<T>& r) const {
     const LaneTile<T> tile{scores_of(n), padded_keys};
-    if (may_mask()) hide_keys_of_lanes(tile);
+    if (may_mask()) hide_keys_of_lanes(n, tile);
     if (!uses_lane_blocks<T>(rows))
       return decode_softmax_lanes<ProbType, T>(
           tile.data, keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n),
@@ -436,17 +436,19 @@ struct DecodeTile {
     for_each_lane_block<T>(
         rows, [&](int64_t first, int64_t count) { body(first, count, tile.at(first, count, 0)); });
   }
+  // The tile of one row.
+  TileFrame frame_of_row(int64_t n, int64_t row) const {
+    return {b, heads.first + n, row % z.seqlen_q, j0, 1, keys, ld, false};
+  }
   // S^T = -inf where the band hides the key from the row's query.
-  void hide_keys_of_lanes(const LaneTile<T>& tile) const {
+  void hide_keys_of_lanes(int64_t n, const LaneTile<T>& tile) const {
     for_each_lane_tile(tile, [&](int64_t first, int64_t count, T* block) {
       const int64_t block_lanes = lanes_of<T>(count);
       for (int64_t r = 0; r < count; ++r) {
-        const int64_t i = (first + r) % z.seqlen_q;
-        const Range seen = visible_keys(p.band, i, i + 1, z.seqlen_k);
-        const int64_t begin = std::clamp<int64_t>(seen.begin - j0, 0, keys),
-                      end = std::clamp<int64_t>(seen.end - j0, begin, keys);
-        for (int64_t j = 0; j < begin; ++j) block[j * block_lanes + r] = kNegInf<T>;
-        for (int64_t j = end; j < keys; ++j) block[j * block_lanes + r] = kNegInf<T>;
+        const Range seen = band_lanes(p.band, frame_of_row(n, first + r), 0);
+        for (int64_t j = 0; j < seen.begin; ++j) block[j * block_lanes + r] = kNegInf<T>;
+        for (int64_t j = std::max<int64_t>(seen.end, 0); j < keys; ++j)
+          block[j * block_lanes + r] = kNegInf<T>;
       }
     });
   }
@@ -530,9 +532,8 @@ struct DecodeTile {
     gather_values(n, values);
     for_each_lane_tile({scores_of(n), padded_keys}, [&](int64_t first, int64_t count, T* block) {
       for (int64_t row = first; row < first + count; ++row) {
-        const TileFrame f{b, heads.first + n, row % z.seqlen_q, j0, 1, keys, ld, false};
-        add_rows_not_finite<In, T>({f, &p.band, {}, true}, false, 1, block + row - first, 1,
-                                   lanes_of<T>(count), gathered(), keys, r.out + row * d_v, d_v);
+        add_rows_not_finite<In, T>({frame_of_row(n, row), &p.band, {}, true}, false, 1, block + row - first,
+                                   1, lanes_of<T>(count), gathered(), keys, r.out + row * d_v, d_v);
       }
     });
   }
