@@ -76,14 +76,17 @@ constexpr int64_t kChunkRows = 16, kTileChunks = kMostDecodeKeys / kChunkRows;
 
 // Memory addresses of a tile of K or V. `known` is false for pages of odd sizes, if a chunk is not contiguous.
 struct TileSource {
-  const char* chunk[kTileChunks] = {};  // addresses for the first head
+  const char* first = nullptr;  // row 0 of the first head
   int64_t stride = 0, stride_h = 0;
   int64_t bytes = 0, rows = 0;  // bytes: one row of one head
   bool known = false;
-  bool in_one_place = false;  // all rows have one distance
+  bool in_one_place = false;       // all rows have one distance
+  const char* chunk[kTileChunks];  // rows of the first head; only if they are not in one place
 
   const char* row(int64_t h, int64_t n) const {
-    return chunk[n / kChunkRows] + n % kChunkRows * stride + h * stride_h;
+    const char* of_first_head =
+        in_one_place ? first + n * stride : chunk[n / kChunkRows] + n % kChunkRows * stride;
+    return of_first_head + h * stride_h;
   }
   // Returns the end of the run of row `n`. The chunks of a run follow each other in memory, as the chunks of a page do.
   int64_t end_of_run(int64_t n) const {
@@ -94,7 +97,7 @@ struct TileSource {
   }
   // Whether these rows are the first bytes of the rows of `other`.
   bool is_part_of(const TileSource& other) const {
-    return known && other.known && chunk[0] == other.chunk[0] && stride == other.stride &&
+    return known && other.known && first == other.first && stride == other.stride &&
            stride_h == other.stride_h && bytes <= other.bytes;
   }
 };
@@ -108,21 +111,29 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
   const int64_t bytes = cache.dtype == CacheDType::kLatent ? kLatentRowBytes
                         : cache.dtype == CacheDType::kInt4 ? cols / 2
                                                            : cols * element;
-  TileSource source{{}, t.stride_s * element, t.stride_h * element, bytes, keys};
+  TileSource source;
+  source.stride = t.stride_s * element;
+  source.stride_h = t.stride_h * element;
+  source.bytes = bytes;
+  source.rows = keys;
   if (is_part_of_key(p, t)) return source;
-  if (cache.pages && (first % kChunkRows != 0 || page_size % kChunkRows != 0)) return source;
-  const char* tile = static_cast<const char*>(t.data) + (b * t.stride_b + j0 * t.stride_s) * element;
-  int64_t end_of_page = 0;  // the first key of the tile in another page
+  const auto address_of = [&](int64_t batch, int64_t row) {
+    return static_cast<const char*>(t.data) + (batch * t.stride_b + row * t.stride_s) * element;
+  };
+  if (!cache.pages) {
+    source.first = address_of(b, j0);
+    source.known = source.in_one_place = true;
+    return source;
+  }
+  if (first % kChunkRows != 0 || page_size % kChunkRows != 0) return source;
   source.known = source.in_one_place = true;
-  for (int64_t c = 0; c * kChunkRows < keys; ++c) {
-    if (cache.pages && c * kChunkRows >= end_of_page) {  // one division for each page, not for each chunk
-      const int64_t key = c * kChunkRows, row = (first + key) % page_size;
-      const int64_t at = cache.pages.page_of(first + key) * t.stride_b + (row - key) * t.stride_s;
-      tile = static_cast<const char*>(t.data) + at * element;
-      end_of_page = key + page_size - row;
-    }
-    source.chunk[c] = tile + c * kChunkRows * source.stride;
-    source.in_one_place &= tile == source.chunk[0];
+  for (int64_t key = 0; key < keys;) {
+    const int64_t row = (first + key) % page_size, end = std::min(keys, key + page_size - row);
+    const char* chunk = address_of(cache.pages.page_of(first + key), row);
+    if (key == 0) source.first = chunk;
+    source.in_one_place &= chunk == source.first + key * source.stride;
+    for (; key < end; key += kChunkRows, chunk += kChunkRows * source.stride)
+      source.chunk[key / kChunkRows] = chunk;
   }
   return source;
 }
@@ -166,12 +177,11 @@ bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_k
   return probe == T(0);
 }
 
-// Returns rows [first, first + count) of the tile that begins at key j0, in place or copied. If `multiplied`, the
-// factors are applied to the scores or probabilities, not here.
+// As tile_rows(), for rows that are converted or copied.
 template <class In>
-Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale,
-                   const TileSource& source, bool multiplied, int64_t b, int64_t h_kv, int64_t j0,
-                   int64_t first, int64_t count, int64_t cols, In* copy) {
+FA_NOINLINE Rows<In> converted_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale,
+                                    const TileSource& source, bool multiplied, int64_t b, int64_t h_kv,
+                                    int64_t j0, int64_t first, int64_t count, int64_t cols, In* copy) {
   const CacheParams& cache = p.varlen.cache;
   const CacheDType dtype = cache.dtype;
   if (source.known && dtype == CacheDType::kInt4) {
@@ -185,14 +195,23 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
       (dtype != CacheDType::kOfQuery && scale && !multiplied))
     return rows_of_tile<In>(p, t, multiplied ? CacheScale{} : scale, b, h_kv, j0 + first, count, cols, copy,
                             cols);
-  if (dtype == CacheDType::kOfQuery)
-    return {reinterpret_cast<const In*>(source.row(h_kv, first)), t.stride_s, cols};
   for_cache_dtype(dtype, [&](auto coded) {
     // A chunk is contiguous: its rows have one distance.
     copy_coded_rows<coded.value>(copy, cols, reinterpret_cast<const uint8_t*>(source.row(h_kv, first)),
                                  source.stride, count, cols);
   });
   return {copy, cols, cols};
+}
+
+// Returns rows [first, first + count) of the tile that begins at key j0, in place or copied. If `multiplied`, the
+// factors are applied to the scores or probabilities, not here.
+template <class In>
+inline Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale,
+                          const TileSource& source, bool multiplied, int64_t b, int64_t h_kv, int64_t j0,
+                          int64_t first, int64_t count, int64_t cols, In* copy) {
+  if (source.known && p.varlen.cache.dtype == CacheDType::kOfQuery)
+    return {reinterpret_cast<const In*>(source.row(h_kv, first)), t.stride_s, cols};
+  return converted_rows<In>(p, t, scale, source, multiplied, b, h_kv, j0, first, count, cols, copy);
 }
 
 // Returns the same rows of a cache of int8 or int4 without conversion. `cols`: bytes of a row.
