@@ -71,6 +71,23 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
   return {copy, ld, cols};
 }
 
+// Returns whether rows at a distance of so many bytes are in a few sets of the L1 cache.
+constexpr bool are_far_rows(int64_t distance) { return distance >= 2048; }
+
+// Copies `count` rows, one after another without gaps.
+template <class In>
+FA_INLINE Rows<In> copy_rows(const Rows<In>& from, int64_t count, In* to) {
+  constexpr int64_t kStep = 4 * FA_VECTOR_BYTES / sizeof(In);  // a call of memcpy took twice the time
+  for (int64_t n = 0; n < count; ++n) {
+    const In* row = from.row(n);
+    In* copy = to + n * from.cols;
+    int64_t c = 0;
+    for (; c + kStep <= from.cols; c += kStep) std::memcpy(copy + c, row + c, kStep * sizeof(In));
+    std::memcpy(copy + c, row + c, (from.cols - c) * sizeof(In));
+  }
+  return {to, from.cols, from.cols};
+}
+
 // Rows per chunk of a decode tile. Each chunk may have another address, as pages have.
 constexpr int64_t kChunkRows = 16, kTileChunks = kMostDecodeKeys / kChunkRows;
 

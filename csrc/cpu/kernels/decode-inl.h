@@ -163,6 +163,10 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
   // Heads of few keys share a task, to save overhead. Heads of many keys share a task if their rows are adjacent.
   if (splits == 1 || has_adjacent_heads(call)) {
     g.heads = std::min({most, z.heads_kv, std::max<int64_t>(kMostRows / g.rows, 1)});
+    // The products of many rows take longer than reading memory, and several heads at once need more of L2.
+    constexpr int64_t kMostBytes = 2048;
+    const int64_t row = z.head_dim * bytes_of(call.dtype);
+    if (g.rows > kMostValueRows) g.heads = std::min(g.heads, std::max<int64_t>(kMostBytes / row, 1));
     while (z.heads_kv % g.heads != 0) --g.heads;
   }
   // One small sequence: a thread merges the splits of its own heads, which are in the cache of its core, if all threads have

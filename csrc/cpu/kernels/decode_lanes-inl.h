@@ -313,14 +313,12 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
                         int64_t keys, T scale, const LaneTile<T>& to, int64_t first_key, E* copy,
                         Prefetcher& ahead) {
   constexpr int L = kLanes<T>;
-  constexpr int64_t kFarRows =
-      2048;  // bytes: 16 rows at these distances compete for a few sets of the L1 cache
   for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows) {
     const int64_t count = std::min(kChunkRows, keys - j0);
     Tile<E> chunk{k.data + j0 * k.ld, k.ld};
     const bool is_partial = count % kDotSums != 0;  // a block may not read past the last key
     const bool is_copy = k.data == copy;
-    if (!is_copy && (is_partial || k.ld * static_cast<int64_t>(sizeof(E)) >= kFarRows)) {
+    if (!is_copy && (is_partial || are_far_rows(k.ld * static_cast<int64_t>(sizeof(E))))) {
       const int64_t ld = round_up_to_lanes<T>(depth), span = widest_span<T>(rows),
                     cols = ceil_div(depth, span) * span;
       for (int64_t n = 0; n < count; ++n) {

@@ -70,7 +70,7 @@ struct DecodeScratch {
   MaskTile<T> mask;
   T* dropout_tile;  // [S_q][block_k]
   In* key_copy;     // [kChunkRows][D]   only if keys come from pages or 8 bits
-  In* value_copy;   // [block_k][D_v]    likewise, or if masked values may not be finite
+  In* value_copy;   // [block_k][D_v]    likewise, or if masked values may not be finite, or rows of V are far
   T* key_factors;   // [heads][block_k]  only if keys have 8 bits
   T* value_factors;
   bool* multiplied;  // [heads]   the factors multiply scores instead of keys
@@ -107,7 +107,8 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
   s.mask.functions = allocate_functions<T>(arena, call, seqlen_q, block_k, false);
   s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
   s.key_copy = copies_rows(call) ? arena.take<In>(kChunkRows * z.head_dim) : nullptr;
-  s.value_copy = copies_rows(call) || may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
+  const bool may_copy = copies_rows(call) || may_mask || are_far_rows(call.v.stride_s * bytes_of(call.dtype));
+  s.value_copy = may_copy ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
   const bool is_8_bit = call.varlen.cache.dtype != CacheDType::kOfQuery;
   s.key_factors = is_8_bit ? arena.take<T>(heads * block_k) : nullptr;
   s.value_factors = is_8_bit ? arena.take<T>(heads * block_k) : nullptr;

@@ -36,7 +36,8 @@ struct PrefetchDistance {
     const int64_t few = element == 2 ? kBytesInL1 / 2 : kBytesInL1, many = element == 4 ? 32 << 10 : 64 << 10;
     const int64_t bytes = FA_VECTOR_BYTES < 64 ? 32 << 10 : queries < 8 ? few : many;
     const int64_t row = heads.count * source.bytes;
-    int64_t rows = kChunkRows;
+    // P V of many queries takes turns of 64 keys between the heads.
+    int64_t rows = queries > 8 && heads.count > 1 ? kDecodeKeys : kChunkRows;
     while (rows < block_k && rows * row < bytes) rows += kChunkRows;
     return {rows, rows >= block_k, FA_VECTOR_BYTES == 64 && rows * row <= kBytesInL1};
   }
