@@ -36,8 +36,8 @@ struct PrefetchDistance {
     const int64_t few = element == 2 ? kBytesInL1 / 2 : kBytesInL1, many = element == 4 ? 32 << 10 : 64 << 10;
     const int64_t bytes = FA_VECTOR_BYTES < 64 ? 32 << 10 : queries < 8 ? few : many;
     const int64_t row = heads.count * source.bytes;
-    // P V of many queries takes turns of 64 keys between the heads.
-    int64_t rows = queries > 8 && heads.count > 1 ? kDecodeKeys : kChunkRows;
+    // P V takes turns between the heads: 32 float32 keys for each head, or 64 with 8 queries and more.
+    int64_t rows = heads.count == 1 ? kChunkRows : queries < 8 ? 2 * kChunkRows : kDecodeKeys;
     while (rows < block_k && rows * row < bytes) rows += kChunkRows;
     return {rows, rows >= block_k, FA_VECTOR_BYTES == 64 && rows * row <= kBytesInL1};
   }
