@@ -253,6 +253,7 @@ struct ByteLanes {
 
 struct ByteLanes {
   static ByteLanes allocate(Arena&, const AttentionParams&, int64_t, int64_t) { return {}; }
+  static bool multiplies(int64_t) { return false; }
 };
 
 #endif

@@ -1,25 +1,13 @@
 // One tile of keys for the rows of some key heads: computes S and P, and adds to m, l and O.
 #pragma once
 
-#include "decode_scratch-inl.h"
+#include "decode_form-inl.h"
 #include "masked_gemm-inl.h"
 #include "softmax-inl.h"
 
 template <class T>
 inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
   for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * load<T>(factors + c));
-}
-
-// Keys whose values are converted from 8 or 4 bits at once. The copy stays in L1: 16 KiB of bfloat16 with 128 columns.
-constexpr int64_t kConvertedValues = 64;
-
-// Returns whether the products of `rows` rows run on panels (decode_many_rows-inl.h), which may be on tile registers.
-template <class In, class T>
-bool multiplies_panels(const AttentionParams& p, int64_t rows) {
-  const CacheDType dtype = p.varlen.cache.dtype;
-  return fills_lanes<T>(rows) && !uses_lane_blocks<T>(rows) &&
-         !(dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows)) &&
-         !(dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows));
 }
 
 // The keys [j0, j0 + keys) for some key heads of one sequence. Products loop over chunks of keys, and within a chunk
@@ -41,56 +29,13 @@ struct DecodeTile {
   const Sizes& z = p.sizes;
   const CacheParams& cache = p.varlen.cache;
   const int64_t rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
-  const int64_t lanes = lanes_of<T>(rows);  // if all_at_once
+  const int64_t lanes = lanes_of<T>(rows);  // if all rows are multiplied at once
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
-#if defined(FA_FEW_ROWS)  // only tiles of multiplies_panels()
-  static constexpr bool is_int8 = false, is_int4 = false, all_at_once = true;
-#else
-  const bool is_int8 =
-      DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows);
-  const bool is_int4 =
-      DecodeNibbles::kExists<In> && cache.dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows);
-  const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
-#endif
+  const DecodeForm<In, T> form{p, rows, keys, s.byte_lanes.multiplies(rows)};
   // If only the band hides keys, and only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
   const bool only_band_hides = !p.mask && !p.functions;
   const bool stays_transposed =
-      all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && (only_band_hides || !may_mask());
-  // The products count elements of 2^widening times the bytes of the stored elements.
-  int widening_of_keys() const { return has_byte_lanes() ? 0 : widening(); }
-  int widening_of_values() const {
-    return has_byte_lanes() && cache.dtype == CacheDType::kInt8 ? 0 : widening();
-  }
-  int widening() const {
-    if (cache.dtype == CacheDType::kOfQuery || is_int8 || is_int4) return 0;
-    return (sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1) + (cache.dtype == CacheDType::kInt4);
-  }
-  bool has_byte_lanes() const {
-    if constexpr (kHasByteLanes<In>) return all_at_once && s.byte_lanes.multiplies(rows);
-    return false;
-  }
-  // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
-  bool reads_keys_again() const {
-    return all_at_once && uses_lane_blocks<T>(rows) && rows_of_block<T>(rows) < rows;
-  }
-  bool reads_values_again() const {
-    return all_at_once && uses_lane_blocks<T>(rows) && rows > kMostValueRows;
-  }
-  // Whether V is copied part by part. Otherwise far rows that are read several times would push each other out of L1. With 4
-  // to 16 key heads in a row of memory, 16 to 64 rows of Q take 0.64 to 0.97 of the time (Zen 5).
-  bool copies_values(const TileSource& values) const {
-    return cache.dtype == CacheDType::kOfQuery && values.known && reads_values_again() &&
-           are_far_rows(values.stride);
-  }
-  // Each reading prefetches a part of the rows, because many prefetches at once wait for each other. These functions return
-  // the logarithm of the number of parts. More parts would be less than a cache line, and lines() is slow for less than a line.
-  int log2_parts_of_keys() const {
-    return reads_keys_again() && !kReadsKeysInPlace<In, T> && widening() == 0;
-  }
-  int log2_parts_of_values() const {
-    if (FA_VECTOR_BYTES < 64 || !reads_values_again()) return 0;
-    return std::clamp(2 - widening_of_values(), 0, rows > 3 * kMostValueRows ? 2 : 1);
-  }
+      form.all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && (only_band_hides || !may_mask());
   // Whether a key may be hidden from a query.
   bool may_mask() const {
     return p.functions || is_masked_before(p, j0 + keys) ||
@@ -105,7 +50,9 @@ struct DecodeTile {
     return true;
   }
   const int64_t padded_keys = ceil_div(keys, kChunkRows) * kChunkRows;  // of S^T
-  T* scores_of(int64_t n) const { return s.scores + n * (all_at_once ? lanes * padded_keys : rows * ld); }
+  T* scores_of(int64_t n) const {
+    return s.scores + n * (form.all_at_once ? lanes * padded_keys : rows * ld);
+  }
   T* rescale_of(int64_t n) const { return s.products.many.rescale + n * lanes; }
   T* sums_of(int64_t n) const { return s.sums + n * rows * d_v; }
 
@@ -115,7 +62,7 @@ struct DecodeTile {
       s.multiplied[n] =
           load_factors<T>(p, cache.k_scale, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
       if constexpr (DecodeNibbles::kExists<In>)
-        if (is_int4)
+        if (form.is_int4)
           s.multiplied[n] = s.nibbles.keys_of(slot + n).load(p, cache.k_groups, s.nibbles.of_key,
                                                              heads.first + n, j0, keys);
       if constexpr (kHasByteLanes<In>)
@@ -123,16 +70,9 @@ struct DecodeTile {
           s.multiplied[n] =
               load_scales(p, cache.k_groups, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
     }
-    // Panels: one product of the whole tile reads each panel of Q^T once. Otherwise a step stays in L1 in three cases: a chunk is
-    // a copy of widened keys, several blocks of lanes read each key, or several heads take turns.
-    const bool is_panel = all_at_once && !uses_lane_blocks<T>(rows);
-    const bool copies_keys = (kHasVectorsOfRows || ManyRowsOperands<In, T>::kWidensKeys) &&
-                             !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
-    const bool is_read_again = reads_keys_again() || (heads.count > 1 && !is_panel);
-    const int64_t most = is_read_again ? rows_in_l1(heads.count * z.head_dim) : keys;
-    const int64_t step = all_at_once && !is_panel && copies_keys ? kChunkRows : most;
+    const int64_t step = form.key_step(heads.count);
     for (int64_t j = 0, count; j < keys; j += count) {
-      count = rows_in_place(source, j, step);
+      count = form.rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
         T* scores = scores_of(n) + j;
         if (as_integers(n, cache.k_scale)) {
@@ -146,7 +86,7 @@ struct DecodeTile {
         }
         const Rows<In> k = tile_rows<In>(p, p.k, cache.k_scale, source, s.multiplied[n], b, heads.first + n,
                                          j0, j, count, z.head_dim, s.key_copy);
-        if (all_at_once) {
+        if (form.all_at_once) {
           if (stays_transposed) {
             s.products.many.load_scores(slot + n, rows, k, j, count, scale, {scores_of(n), padded_keys},
                                         ahead);
@@ -174,12 +114,12 @@ struct DecodeTile {
       for (int64_t row = 0; row < rows; ++row) {
         T* scores = scores_of(n) + row * ld;
         if constexpr (DecodeBytes<In>::kExists)
-          if (is_int8 && as_integers(n, cache.k_scale))
+          if (form.is_int8 && as_integers(n, cache.k_scale))
             multiply_row<T>(scores, s.bytes.q_factors[(slot + n) * rows + row], ld);
         if constexpr (DecodeNibbles::kExists<In>)
-          if (is_int4 && s.multiplied[n])
+          if (form.is_int4 && s.multiplied[n])
             multiply_row<T>(scores, s.nibbles.q_units[(slot + n) * rows + row], ld);
-        if (s.multiplied[n] && !is_int4) multiply_lanes<T>(scores, s.key_factors + n * ld, ld);
+        if (s.multiplied[n] && !form.is_int4) multiply_lanes<T>(scores, s.key_factors + n * ld, ld);
       }
   }
 
@@ -188,7 +128,7 @@ struct DecodeTile {
     const int64_t h_kv = heads.first + n;
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
     if constexpr (DecodeNibbles::kExists<In>)
-      if (is_int4) s.multiplied[n] = s.nibbles.load_values(p, h_kv, j0, keys);
+      if (form.is_int4) s.multiplied[n] = s.nibbles.load_values(p, h_kv, j0, keys);
     if (stays_transposed) {
       softmax_of_lanes(n, r);
       const bool as_bytes = multiplies_byte_lanes(n, cache.v_scale);
@@ -224,18 +164,19 @@ struct DecodeTile {
           multiply_rows<T>(scores_of(n) + g * z.seqlen_q * ld, s.dropout_tile, z.seqlen_q * ld);
         }
       }
-      if (s.multiplied[n] && !is_int4)
+      if (s.multiplied[n] && !form.is_int4)
         for (int64_t i = 0; i < count; ++i) multiply_lanes<T>(scores + i * ld, s.value_factors + n * ld, ld);
       if (isolate)
         add_rows_not_finite<In, T>(score, false, count, scores, ld, 1, gathered(), keys, r.out + row * d_v,
                                    d_v);
     }
     if constexpr (DecodeBytes<In>::kExists) {
-      if (is_int8 && as_integers(n, cache.v_scale)) s.bytes.finish_probs(n * rows, rows, s.scores, ld);
+      if (form.is_int8 && as_integers(n, cache.v_scale)) s.bytes.finish_probs(n * rows, rows, s.scores, ld);
     }
     if constexpr (DecodeNibbles::kExists<In>)
-      if (is_int4 && s.multiplied[n]) s.nibbles.finish_probs(n * rows, rows, s.scores, ld);
-    if (!all_at_once && !as_integers(n, cache.v_scale)) s.products.finish_probs(n * rows, rows, s.scores, ld);
+      if (form.is_int4 && s.multiplied[n]) s.nibbles.finish_probs(n * rows, rows, s.scores, ld);
+    if (!form.all_at_once && !as_integers(n, cache.v_scale))
+      s.products.finish_probs(n * rows, rows, s.scores, ld);
     s.added[n] = isolate;
     if (isolate) add_finite_values(n, r);
   }
@@ -243,9 +184,9 @@ struct DecodeTile {
   // O += P V for the heads that softmax() has not added.
   template <class ResultOf>
   void add_values(const TileSource& source, Prefetcher ahead, const ResultOf& result_of) const {
-    if (all_at_once) {
-      const int64_t step = keys_of_value_step();
-      const bool copies = copies_values(source), in_one_place = is_in_one_place(source) && !copies;
+    if (form.all_at_once) {
+      const int64_t step = form.value_step();
+      const bool copies = form.copies_values(source), in_one_place = form.is_in_one_place(source) && !copies;
       for (int64_t first = 0; first < keys; first += step) {
         const auto rows_from = [&](int64_t n, int64_t j) {
           In* copy = s.value_copy ? s.value_copy + (j - first) * z.head_dim_v : nullptr;
@@ -263,13 +204,9 @@ struct DecodeTile {
       }
       return ahead.finish();
     }
-    // Sums of the whole tile stay in registers, if the registers hold a row.
-    const bool is_whole = z.head_dim_v <= kDecodeValueVectors * kLanes<T>;
-    const int64_t step = heads.count > 1 ? rows_in_l1(heads.count * z.head_dim_v)
-                         : is_whole      ? keys
-                                         : kChunkRows;
+    const int64_t step = form.value_step_of_few_rows(heads.count);
     for (int64_t j = 0, count; j < keys; j += count) {
-      count = rows_in_place(source, j, step);
+      count = form.rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
         if (as_integers(n, cache.v_scale))
           add_integer_chunk(n, source, j, ahead);
@@ -287,29 +224,14 @@ struct DecodeTile {
   }
 
  private:
-  // Returns the keys whose values are multiplied at once. Their sums are added to O, so the bits of a result depend on it.
-  int64_t keys_of_value_step() const {
-    if (cache.dtype != CacheDType::kOfQuery && uses_lane_blocks<T>(rows)) return kConvertedValues;
-    if (reads_values_again()) return rows_in_l1(z.head_dim_v);
-    // A product reads some columns of all keys, then the next columns. 8 rows are slow enough for a part of L2.
-    if (!all_at_once || !uses_lane_blocks<T>(rows) || !columns_take_turns()) return keys;
-    if (rows < kMostValueRows) return rows_in_l1(z.head_dim_v, (4 << 10) * sizeof(In));
-    return keys * z.head_dim_v * sizeof(In) > 128 << 10 ? rows_in_l1(z.head_dim_v) : keys;
-  }
-  bool columns_take_turns() const { return z.head_dim_v > ManyRowsOperands<In, T>::columns_at_once(rows); }
-  // Returns how many of the tile's rows of K or V stay in L1, if they have `cols` columns: whole chunks.
-  int64_t rows_in_l1(int64_t cols, int64_t bytes = 32 << 10) const {
-    const int64_t elements = bytes / sizeof(In);
-    return std::min(std::max<int64_t>(elements / cols / kChunkRows, 1) * kChunkRows, keys);
-  }
   // Whether head n's rows of int8 or int4 are multiplied without conversion. The factors or groups must be loaded
   // before.
   bool as_integers(int64_t n, const CacheScale& scale) const {
-    return is_int8 ? !scale || s.multiplied[n] : is_int4 && s.multiplied[n];
+    return form.is_int8 ? !scale || s.multiplied[n] : form.is_int4 && s.multiplied[n];
   }
   // Whether head n's keys or values are multiplied as bytes, with rows as lanes. The factors must be loaded before.
   bool multiplies_byte_lanes(int64_t n, const CacheScale& scale) const {
-    return has_byte_lanes() && (s.multiplied[n] || (cache.dtype == CacheDType::kInt8 && !scale));
+    return form.has_byte_lanes && (s.multiplied[n] || (cache.dtype == CacheDType::kInt8 && !scale));
   }
   // Whether one factor of a tile multiplies S^T or O, instead of factors of keys.
   bool has_constant_factor(const CacheScale& scale) const {
@@ -364,7 +286,7 @@ struct DecodeTile {
   void load_integer_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T* scores,
                            Prefetcher& ahead) const {
     if constexpr (DecodeNibbles::kExists<In>) {
-      if (is_int4) {
+      if (form.is_int4) {
         Prefetcher nothing;
         const Rows<uint8_t> k = nibble_rows(p.k, source, n, j, count, z.head_dim);
         TileGroups groups = s.nibbles.keys_of(slot + n);
@@ -389,7 +311,7 @@ struct DecodeTile {
   // Sums are int32, in the memory of sums_of(n).
   void add_integer_chunk(int64_t n, const TileSource& source, int64_t j, Prefetcher& ahead) const {
     if constexpr (DecodeNibbles::kExists<In>) {
-      if (is_int4) {
+      if (form.is_int4) {
         Prefetcher nothing;
         const int64_t count = std::min(kChunkRows, keys - j);
         const Rows<uint8_t> v = nibble_rows(p.v, source, n, j, count, z.head_dim_v);
@@ -414,9 +336,9 @@ struct DecodeTile {
   }
   void add_integer_sums(int64_t n, T* out) const {
     if constexpr (DecodeNibbles::kExists<In>) {
-      for (int64_t row = 0; is_int4 && row < rows; ++row)
+      for (int64_t row = 0; form.is_int4 && row < rows; ++row)
         s.nibbles.add_sums(n * rows + row, out + row * d_v, z.head_dim_v);
-      if (is_int4) return;
+      if (form.is_int4) return;
     }
     if constexpr (DecodeBytes<In>::kExists)
       for (int64_t row = 0; row < rows; ++row)
@@ -428,7 +350,7 @@ struct DecodeTile {
   void softmax_of_lanes(int64_t n, const SplitResult<T>& r) const {
     const LaneTile<T> tile{scores_of(n), padded_keys};
     if (may_mask()) hide_keys_of_lanes(n, tile);
-    if (!uses_lane_blocks<T>(rows))
+    if (!form.has_blocks)
       return decode_softmax_lanes<ProbType, T>(
           tile.data, keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n),
           [&](int64_t row) { return ProbsInPlace<T>{tile.data + row, lanes, keys}; });
@@ -439,7 +361,7 @@ struct DecodeTile {
   // Calls body(first row, number of rows, S^T of these rows): all rows at once without blocks.
   template <class Body>
   void for_each_lane_tile(const LaneTile<T>& tile, const Body& body) const {
-    if (!uses_lane_blocks<T>(rows)) return body(0, rows, tile.data);
+    if (!form.has_blocks) return body(0, rows, tile.data);
     for_each_lane_block<T>(
         rows, [&](int64_t first, int64_t count) { body(first, count, tile.at(first, count, 0)); });
   }
@@ -462,7 +384,7 @@ struct DecodeTile {
   // Whether softmax() rounds P to pairs in place. Factors of keys multiply P before it is rounded, and so do values that are not
   // finite.
   bool pairs_probs() const {
-    return Operands::kPairsProbs && stays_transposed && !may_mask() && uses_lane_blocks<T>(rows) &&
+    return Operands::kPairsProbs && stays_transposed && !may_mask() && form.has_blocks &&
            cache.dtype == CacheDType::kOfQuery && !cache.v_scale;
   }
   void softmax_of_block(T* scores, int64_t block_lanes, int64_t count, const SplitResult<T>& r,
@@ -498,17 +420,6 @@ struct DecodeTile {
     for_each_lane_tile({scores_of(n), padded_keys}, [&](int64_t, int64_t count, T* block) {
       multiply_keys<T>(block, keys, lanes_of<T>(count), factors);
     });
-  }
-
-  bool is_in_one_place(const TileSource& source) const {
-    return cache.dtype == CacheDType::kOfQuery && source.in_one_place;
-  }
-
-  // Returns how many rows a product may read from row `j` on, at most `most`: the rest of the run, or a chunk of a copy.
-  int64_t rows_in_place(const TileSource& source, int64_t j, int64_t most) const {
-    const bool is_copy = !source.known || cache.dtype != CacheDType::kOfQuery;
-    const int64_t end = most <= kChunkRows || is_copy ? j + kChunkRows : source.end_of_run(j);
-    return std::min({most, end - j, keys - j});
   }
 
   Rows<In> value_rows_of(int64_t n, const TileSource& source, int64_t j, In* copy) const {
@@ -557,8 +468,8 @@ struct DecodeTile {
   template <class Chunk>
   void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
                      Prefetcher& ahead) const {
-    if (all_at_once) {
-      const int64_t step = keys_of_value_step();
+    if (form.all_at_once) {
+      const int64_t step = form.value_step();
       for (int64_t first = 0; first < keys; first += step)
         add_some_values_of(n, first, std::min(step, keys - first), chunk, in_one_place, r, ahead);
       return;
@@ -568,14 +479,13 @@ struct DecodeTile {
     add_rows<T>(r.out, sums_of(n), rows * d_v);
   }
 
-  // Adds the values [first, first + count) of the tile, if all_at_once.
+  // Adds the values [first, first + count) of the tile, if all rows are multiplied at once.
   template <class Chunk>
   void add_some_values_of(int64_t n, int64_t first, int64_t count, const Chunk& chunk, bool in_one_place,
                           const SplitResult<T>& r, Prefetcher& ahead) const {
     s.products.many.add_values(
         {scores_of(n), stays_transposed ? lanes : ld, stays_transposed,
-         stays_transposed && !uses_lane_blocks<T>(rows) ? rescale_of(n) : nullptr, first, padded_keys,
-         pairs_probs()},
+         stays_transposed && !form.has_blocks ? rescale_of(n) : nullptr, first, padded_keys, pairs_probs()},
         rows, [&](int64_t j) { return chunk(first + j); }, in_one_place, count, r.out, d_v, ahead);
   }
 
@@ -607,8 +517,8 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
                                 : Prefetcher(now.values, distance.is_tile ? next.values : next.keys,
                                              tile.heads, distance);
   }
-  during_scores.divide_lines(tile.widening_of_keys() + tile.log2_parts_of_keys());
-  during_values.divide_lines(tile.widening_of_values() + tile.log2_parts_of_values());
+  during_scores.divide_lines(tile.form.log2_of_key_lines());
+  during_values.divide_lines(tile.form.log2_of_value_lines());
   tile.load_scores(now.keys, during_scores);
   for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, now.values, result_of(n));
   tile.add_values(now.values, during_values, result_of);

@@ -1,0 +1,104 @@
+// How the products of a tile of decode run: the form for the tile's rows and the type of the cache, and the parts of K and V
+// that a product reads at once.
+#pragma once
+
+#include "decode_scratch-inl.h"
+
+// Keys whose values are converted from 8 or 4 bits at once. The copy stays in L1: 16 KiB of bfloat16 with 128 columns.
+constexpr int64_t kConvertedValues = 64;
+
+// Returns whether the products of `rows` rows run on panels (decode_many_rows-inl.h), which may be on tile registers.
+template <class In, class T>
+bool multiplies_panels(const AttentionParams& p, int64_t rows) {
+  const CacheDType dtype = p.varlen.cache.dtype;
+  return fills_lanes<T>(rows) && !uses_lane_blocks<T>(rows) &&
+         !(dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows)) &&
+         !(dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows));
+}
+
+template <class In, class T>
+struct DecodeForm {
+  const AttentionParams& p;
+  int64_t rows, keys;  // of the tile
+  bool byte_lanes;     // decode_byte_lanes-inl.h has a form for the rows
+
+  using Operands = ManyRowsOperands<In, T>;
+  const Sizes& z = p.sizes;
+  const CacheDType dtype = p.varlen.cache.dtype;
+#if defined(FA_FEW_ROWS)  // only tiles of multiplies_panels()
+  static constexpr bool is_int8 = false, is_int4 = false, all_at_once = true;
+#else
+  const bool is_int8 = DecodeBytes<In>::kExists && dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows);
+  const bool is_int4 =
+      DecodeNibbles::kExists<In> && dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows);
+  const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
+#endif
+  const bool has_blocks = all_at_once && uses_lane_blocks<T>(rows), is_panel = all_at_once && !has_blocks;
+  const bool has_byte_lanes = kHasByteLanes<In> && all_at_once && byte_lanes;
+
+  // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
+  bool reads_keys_again() const { return has_blocks && rows_of_block<T>(rows) < rows; }
+  bool reads_values_again() const { return has_blocks && rows > kMostValueRows; }
+  // Whether V is copied part by part. Otherwise far rows that are read several times would push each other out of L1. With 4
+  // to 16 key heads in a row of memory, 16 to 64 rows of Q take 0.64 to 0.97 of the time (Zen 5).
+  bool copies_values(const TileSource& values) const {
+    return is_own_type() && values.known && reads_values_again() && are_far_rows(values.stride);
+  }
+  bool is_in_one_place(const TileSource& source) const { return is_own_type() && source.in_one_place; }
+
+  // A product of keys counts lines of its elements. The prefetcher divides the number by 2 to this power.
+  int log2_of_key_lines() const {
+    const bool has_two_parts = reads_keys_again() && !kReadsKeysInPlace<In, T> && widening() == 0;
+    return (has_byte_lanes ? 0 : widening()) + has_two_parts;
+  }
+  int log2_of_value_lines() const {
+    const int wider = has_byte_lanes && dtype == CacheDType::kInt8 ? 0 : widening();
+    if (FA_VECTOR_BYTES < 64 || !reads_values_again()) return wider;
+    // Each reading prefetches a part of the rows, because many prefetches at once wait for each other. More parts would be less
+    // than a cache line, and lines() is slow for less than a line.
+    return wider + std::clamp(2 - wider, 0, rows > 3 * kMostValueRows ? 2 : 1);
+  }
+
+  // Returns how many keys are multiplied at once for each of `heads` heads.
+  int64_t key_step(int64_t heads) const {
+    // Panels: one product of the whole tile reads each panel of Q^T once. Otherwise a step stays in L1 in three cases: a chunk is
+    // a copy of widened keys, several blocks of lanes read each key, or several heads take turns.
+    const bool copies_keys = (kHasVectorsOfRows || Operands::kWidensKeys) &&
+                             !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
+    if (has_blocks && copies_keys) return kChunkRows;
+    return reads_keys_again() || (heads > 1 && !is_panel) ? rows_in_l1(heads * z.head_dim) : keys;
+  }
+  // Returns the keys whose values are multiplied at once. Their sums are added to O, so the bits of a result depend on it.
+  int64_t value_step() const {
+    if (dtype != CacheDType::kOfQuery && has_blocks) return kConvertedValues;
+    if (reads_values_again()) return rows_in_l1(z.head_dim_v);
+    // A product reads some columns of all keys, then the next columns. 8 rows are slow enough for a part of L2.
+    if (!has_blocks || z.head_dim_v <= Operands::columns_at_once(rows)) return keys;
+    if (rows < kMostValueRows) return rows_in_l1(z.head_dim_v, (4 << 10) * sizeof(In));
+    return keys * z.head_dim_v * sizeof(In) > 128 << 10 ? rows_in_l1(z.head_dim_v) : keys;
+  }
+  // The same for rows that are not lanes. Sums of the whole tile stay in registers, if the registers hold a row.
+  int64_t value_step_of_few_rows(int64_t heads) const {
+    if (heads > 1) return rows_in_l1(heads * z.head_dim_v);
+    return z.head_dim_v <= kDecodeValueVectors * kLanes<T> ? keys : kChunkRows;
+  }
+  // Returns how many rows a product may read from row `j` on, at most `most`: the rest of the run, or a chunk of a copy.
+  int64_t rows_in_place(const TileSource& source, int64_t j, int64_t most) const {
+    const bool is_copy = !source.known || !is_own_type();
+    const int64_t end = most <= kChunkRows || is_copy ? j + kChunkRows : source.end_of_run(j);
+    return std::min({most, end - j, keys - j});
+  }
+
+ private:
+  bool is_own_type() const { return dtype == CacheDType::kOfQuery; }
+  // The products count elements of 2^widening times the bytes of the stored elements.
+  int widening() const {
+    if (is_own_type() || is_int8 || is_int4) return 0;
+    return (sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1) + (dtype == CacheDType::kInt4);
+  }
+  // Returns how many of the tile's rows of K or V stay in L1, if they have `cols` columns: whole chunks.
+  int64_t rows_in_l1(int64_t cols, int64_t bytes = 32 << 10) const {
+    const int64_t elements = bytes / sizeof(In);
+    return std::min(std::max<int64_t>(elements / cols / kChunkRows, 1) * kChunkRows, keys);
+  }
+};
