@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import check_against_reference, check_forward_against_reference, make_qkv
 
-from flash_attn_ext import explain, flash_attn
+from flash_attn_ext import explain, flash_attn, flash_attn_with_kvcache
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -101,6 +101,27 @@ def test_heads_of_few_keys_share_a_task(isa, dtype, rows, threads):
         q, k, v = (t.detach() for t in make_qkv(1, 16 * rows, 1, seqlen_k, 24, heads_kv=16, dtype=dtype))
         check_forward_against_reference(q, k, v)
         check_forward_against_reference(q, k, v, softcap=3.0)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [4, 9, 12, 16, 33])
+@pytest.mark.parametrize("head_dim_v", [64, 72, 128])
+def test_rows_far_apart_in_memory_have_the_bits_of_adjacent_rows(isa, dtype, rows, head_dim_v):
+    """(B, S, H, D): rows of a head are 2 KiB or more apart. Values that several groups of rows read are copied."""
+    q, k, v = (t.detach() for t in make_qkv(1, 16, rows, 600, 64, head_dim_v, dtype=dtype))
+    far = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    for causal in (None, "lower_right"):
+        expected = flash_attn(q, k, v, causal=causal)
+        assert torch.equal(flash_attn(*far, causal=causal), expected)
+    check_forward_against_reference(*far)
+    pages = torch.randperm(40, dtype=torch.int32)[None]
+    caches = [torch.zeros(40, 16, 16, t.shape[3], dtype=dtype) for t in (k, v)]
+    for cache, t in zip(caches, far[1:], strict=True):
+        for n, chunk in enumerate(t[0].transpose(0, 1).split(16)):
+            cache[pages[0, n], : len(chunk)] = chunk
+    options = {"cache_seqlens": torch.tensor([600], dtype=torch.int32), "block_table": pages, "causal": True}
+    from_pages = flash_attn_with_kvcache(far[0].transpose(1, 2), *caches, **options)
+    assert torch.equal(from_pages.transpose(1, 2), expected)
 
 
 @dtypes
@@ -298,7 +319,7 @@ def test_a_thread_with_a_small_stack():
     """
     script = """
 import os, sys, threading, torch
-from flash_attn_ext import explain, flash_attn
+from flash_attn_ext import explain, flash_attn, flash_attn_with_kvcache
 def run():
     for seqlen in (1, 5, 20):
         q, k, v = (torch.randn(1, 2, seqlen, 16, requires_grad=True) for _ in range(3))
