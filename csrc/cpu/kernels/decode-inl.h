@@ -170,10 +170,10 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
     while (z.heads_kv % g.heads != 0) --g.heads;
   }
   // One small sequence: a thread merges the splits of its own heads, which are in the cache of its core, if all threads have
-  // equal work.
-  constexpr int64_t kSmallBytes = 1 << 20;
+  // equal work. Pairs of calls with adjacent heads and 1.5 to 8 MiB: 0.91 to 0.95 of the time; other layouts 0.99 to 1.02.
+  const int64_t small_bytes = has_adjacent_heads(call) ? 8 << 20 : 1 << 20;
   const int64_t bytes = z.heads_kv * z.seqlen_k * (z.head_dim + z.head_dim_v) * bytes_of(call.dtype);
-  const bool has_whole_heads = z.batch == 1 && bytes <= kSmallBytes && z.heads_kv / g.heads % threads == 0;
+  const bool has_whole_heads = z.batch == 1 && bytes <= small_bytes && z.heads_kv / g.heads % threads == 0;
   g.splits =
       has_whole_heads ? splits : ceil_div(splits, ceil_div(splits, std::max<int64_t>(most / g.heads, 1)));
   g.leaves_splits = splits > g.splits;
