@@ -319,7 +319,7 @@ def test_a_thread_with_a_small_stack():
     """
     script = """
 import os, sys, threading, torch
-from flash_attn_ext import explain, flash_attn, flash_attn_with_kvcache
+from flash_attn_ext import explain, flash_attn
 def run():
     for seqlen in (1, 5, 20):
         q, k, v = (torch.randn(1, 2, seqlen, 16, requires_grad=True) for _ in range(3))

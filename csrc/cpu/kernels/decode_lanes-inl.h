@@ -150,6 +150,13 @@ constexpr bool multiplies_vector_of_rows(int64_t rows) {
   return FA_VECTOR_BYTES == 64 && span_of<T>(rows) == 1;
 }
 
+// Returns whether score_lanes() computes the scores of a block of `rows` rows. If it does, it also computes each block of
+// fewer rows.
+template <class In, class T>
+constexpr bool scores_lanes_of(int64_t rows) {
+  return !reads_keys_in_place<In, T>(rows) && !multiplies_vector_of_rows<T>(rows);
+}
+
 // Returns the number of elements of a row of Q in a block, padded for each form. Sums of columns repeat a row twice.
 template <class T>
 constexpr int64_t block_depth_of(int64_t depth) {
@@ -313,6 +320,7 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
                         int64_t keys, T scale, const LaneTile<T>& to, int64_t first_key, E* copy,
                         Prefetcher& ahead) {
   constexpr int L = kLanes<T>;
+  if (!scores_lanes_of<In, T>(rows_of_last_block<T>(rows))) return;  // no block is left, so no key is copied
   for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows) {
     const int64_t count = std::min(kChunkRows, keys - j0);
     Tile<E> chunk{k.data + j0 * k.ld, k.ld};
@@ -335,7 +343,7 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
         std::fill(first_row + n * chunk.ld, first_row + (n + 1) * chunk.ld, E{});
     }
     for_each_lane_block<T>(rows, [&](int64_t first, int64_t some) {
-      if (reads_keys_in_place<In, T>(some) || multiplies_vector_of_rows<T>(some)) return;
+      if (!scores_lanes_of<In, T>(some)) return;
       for_span<T>(some, [&](auto span) {
         constexpr int kSpan = span.value;
         for (int64_t j = 0; j < count; j += kDotSums)

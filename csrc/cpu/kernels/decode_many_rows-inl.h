@@ -323,12 +323,7 @@ struct ManyRows {
                                  keys, scale, to.at(first, count, j), k_tile, ahead);
       });
     }
-    bool is_complete = true;
-    for_each_lane_block<T>(rows, [&](int64_t, int64_t count) {
-      is_complete &= multiplies_vector_of_rows<T>(count) || reads_keys_in_place<In, T>(count);
-    });
-    if (!is_complete)
-      score_lanes<In, T>(own, block_depth, rows, depth, tile, keys, scale, to, j, k_tile, ahead);
+    score_lanes<In, T>(own, block_depth, rows, depth, tile, keys, scale, to, j, k_tile, ahead);
   }
   void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
                        int64_t ldo, Prefetcher& ahead) const {

@@ -66,7 +66,7 @@ struct DecodeTile {
           s.multiplied[n] = s.nibbles.keys_of(slot + n).load(p, cache.k_groups, s.nibbles.of_key,
                                                              heads.first + n, j0, keys);
       if constexpr (kHasByteLanes<In>)
-        if (cache.dtype == CacheDType::kInt4 && s.byte_lanes.multiplies(rows))
+        if (cache.dtype == CacheDType::kInt4 && form.byte_lanes)
           s.multiplied[n] =
               load_scales(p, cache.k_groups, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
     }
@@ -459,23 +459,15 @@ struct DecodeTile {
       if (!rows_are_finite<In, T>({gathered().row(j), 0, z.head_dim_v}, 1))
         std::fill(s.value_copy + j * z.head_dim_v, s.value_copy + (j + 1) * z.head_dim_v, In{});
     Prefetcher nothing;
-    add_values_of(
-        n, [&](int64_t j) { return Rows<In>{gathered().row(j), z.head_dim_v, z.head_dim_v}; }, true, r,
-        nothing);
-  }
-
-  // Adds the whole tile of one head. `chunk(j)` returns the rows from key j on.
-  template <class Chunk>
-  void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
-                     Prefetcher& ahead) const {
+    const auto rows_from = [&](int64_t j) { return Rows<In>{gathered().row(j), z.head_dim_v, z.head_dim_v}; };
     if (form.all_at_once) {
       const int64_t step = form.value_step();
       for (int64_t first = 0; first < keys; first += step)
-        add_some_values_of(n, first, std::min(step, keys - first), chunk, in_one_place, r, ahead);
+        add_some_values_of(n, first, std::min(step, keys - first), rows_from, true, r, nothing);
       return;
     }
     for (int64_t j = 0; j < keys; j += kChunkRows)
-      add_rows_of_values(n, j, std::min(kChunkRows, keys - j), chunk(j), ahead);
+      add_rows_of_values(n, j, std::min(kChunkRows, keys - j), rows_from(j), nothing);
     add_rows<T>(r.out, sums_of(n), rows * d_v);
   }
 
