@@ -321,12 +321,16 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
                         Prefetcher& ahead) {
   constexpr int L = kLanes<T>;
   if (!scores_lanes_of<In, T>(rows_of_last_block<T>(rows))) return;  // no block is left, so no key is copied
+  // A chunk of keys 4 KiB apart is larger than its sets of L1. Keys 2 KiB apart fill them, and several blocks read each key.
+  // 4 to 16 rows of Q take 0.80 to 0.99 of the time without a copy of such keys, more rows 1.0 to 1.05 (Zen 5).
+  const int64_t distance = k.ld * static_cast<int64_t>(sizeof(E));
+  const bool copies_far_keys = are_far_rows(rows > kLanes<T> ? distance : distance / 2);
   for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows) {
     const int64_t count = std::min(kChunkRows, keys - j0);
     Tile<E> chunk{k.data + j0 * k.ld, k.ld};
     const bool is_partial = count % kDotSums != 0;  // a block may not read past the last key
     const bool is_copy = k.data == copy;
-    if (!is_copy && (is_partial || are_far_rows(k.ld * static_cast<int64_t>(sizeof(E))))) {
+    if (!is_copy && (is_partial || copies_far_keys)) {
       const int64_t ld = round_up_to_lanes<T>(depth), span = widest_span<T>(rows),
                     cols = ceil_div(depth, span) * span;
       for (int64_t n = 0; n < count; ++n) {

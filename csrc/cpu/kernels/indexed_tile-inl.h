@@ -83,7 +83,7 @@ class RowsAhead {
     while (n > 0 && row_ < count_) {
       const char* row = base_ + keys_[row_] * stride_;
       for (; n > 0 && line_ < lines_; --n, ++line_)
-        __builtin_prefetch(row + line_ * kLine, 0, kPrefetchLevel);
+        __builtin_prefetch(row + line_ * kLine, 0, kPrefetchIntoL2);
       if (line_ == lines_) line_ = 0, ++row_;
     }
   }

@@ -76,7 +76,7 @@ class MaskLines {
   // Prefetches the next `count` lines. Always inline: see Prefetcher.
   FA_INLINE void lines(int64_t count) {
     for (int64_t n = 0; n < count && rows_ > 0; ++n) {
-      __builtin_prefetch(at_, 0, kPrefetchLevel);
+      __builtin_prefetch(at_, 0, kPrefetchIntoL2);
       at_ += kLine;
       if (at_ < row_ + bytes_) continue;
       row_ += stride_;

@@ -24,22 +24,21 @@ inline bool prefetches_rows(const AttentionParams& p, int threads) {
 struct PrefetchDistance {
   int64_t rows;  // whole chunks
   bool is_tile;  // a whole tile: keys are prefetched during work on keys, and values during work on values
-  bool into_l1;  // otherwise into L2
 
   // For a tile of `block_k` rows. `queries`: the rows of Q that each row is multiplied with. `element`: bytes of an element in
-  // memory. Enough bytes hide the latency. Measured with AVX-512: few queries are fast with 16 KiB, or 8 KiB of 16-bit elements,
-  // which are prefetched into L1. With 8 KiB of float32, 4 queries take 0.97 of the time in memory, but 1.10 in L3. Products of
-  // many queries take longer, so that 64 KiB are better, or 32 KiB of float32 (0.93 to 1.00 of the time). These stay in L2.
+  // memory. Enough bytes hide the latency. Measured with AVX-512: few queries are fast with 16 KiB, or 8 KiB of 16-bit elements.
+  // With 8 KiB of float32, 4 queries take 0.97 of the time in memory, but 1.10 in L3. Products of many queries take longer, so
+  // that 64 KiB are better, or 32 KiB of float32 (0.93 to 1.00 of the time).
   static PrefetchDistance of(const TileSource& source, const HeadRange& heads, int64_t block_k,
                              int64_t queries, int64_t element) {
-    constexpr int64_t kBytesInL1 = 16 << 10;
-    const int64_t few = element == 2 ? kBytesInL1 / 2 : kBytesInL1, many = element == 4 ? 32 << 10 : 64 << 10;
+    const int64_t few = element == 2 ? 8 << 10 : 16 << 10, many = element == 4 ? 32 << 10 : 64 << 10;
     const int64_t bytes = FA_VECTOR_BYTES < 64 ? 32 << 10 : queries < 8 ? few : many;
     const int64_t row = heads.count * source.bytes;
-    // P V takes turns between the heads: 32 float32 keys for each head, or 64 with 8 queries and more.
-    int64_t rows = heads.count == 1 ? kChunkRows : queries < 8 ? 2 * kChunkRows : kDecodeKeys;
+    // Several heads take turns. With 32 keys instead of 16, 1 query takes 1.0 to 1.1 of the time, and 4 queries take 0.9. With 32
+    // keys instead of 64, 16 queries take up to 1.1.
+    int64_t rows = heads.count == 1 || queries < 3 ? kChunkRows : queries <= 8 ? 2 * kChunkRows : kDecodeKeys;
     while (rows < block_k && rows * row < bytes) rows += kChunkRows;
-    return {rows, rows >= block_k, FA_VECTOR_BYTES == 64 && rows * row <= kBytesInL1};
+    return {rows, rows >= block_k};
   }
 };
 
@@ -54,7 +53,6 @@ class Prefetcher {
         source_(&current),
         next_(&next),
         ahead_(distance.rows),
-        into_l1_(distance.into_l1),
         row_(ahead_),
         end_row_(rows_of(current)) {}
 
@@ -97,12 +95,7 @@ class Prefetcher {
     at_ = end_ + source_->stride - row_bytes_;
     end_ = at_ + row_bytes_;
   }
-  FA_INLINE void prefetch(const char* line) const {
-    if (into_l1_)
-      __builtin_prefetch(line, 0, kPrefetchLevelOfL1);
-    else
-      __builtin_prefetch(line, 0, kPrefetchLevel);
-  }
+  FA_INLINE static void prefetch(const char* line) { __builtin_prefetch(line, 0, kPrefetchIntoL1); }
   __attribute__((noinline)) void lines_of_some_rows(int64_t count) {
     due_ += count;
     const int64_t stored = due_ >> log2_parts_;
@@ -154,7 +147,6 @@ class Prefetcher {
   int log2_parts_ = 0;
   int64_t due_ = 0;  // the caller's lines that are less than a line to prefetch
   int64_t ahead_ = 0;
-  bool into_l1_ = false;
   int64_t row_ = 0, end_row_ = 0, head_ = 0;
   int64_t rows_left_ = 0, row_bytes_ = 0;  // of the current run, if its heads are one or adjacent
   const char *at_ = nullptr, *end_ = nullptr;
