@@ -86,6 +86,20 @@ inline void load_block_of_queries(const E* q, int64_t ldq, int64_t rows, int64_t
         const int64_t row = lane / kPart * (kRows * kBlocks) + b * kRows + lane % kPart / kSpan;
         from[b][lane] = q + std::min(row, rows - 1) * ldq + lane % kSpan * kVectors;
       }
+    if constexpr (kSpan == 2 && kVectors == 1 && sizeof(E) == 4) {  // a span is one double: moves whole vectors
+      constexpr int kRowsOfBlock = kLanes<double>;
+      for (int b = 0; b < kBlocks; ++b)
+        for (int64_t c = 0; c < depth; c += L) {
+          Vec<double> square[kRowsOfBlock];
+#pragma GCC unroll 8
+          for (int r = 0; r < kRowsOfBlock; ++r)
+            square[r] = load<double>(reinterpret_cast<const double*>(from[b][2 * r] + c));
+          transpose<double>(square);
+          for (int64_t n = 0; n < kRowsOfBlock && c + 2 * n < depth; ++n)
+            store<double>(reinterpret_cast<double*>(to + ((c / 2 + n) * kBlocks + b) * L), square[n]);
+        }
+      return;
+    }
     for (int64_t c = 0; c < depth; c += Form::kStep)
       for (int v = 0; v < kVectors; ++v)
         for (int b = 0; b < kBlocks; ++b, to += L)

@@ -81,7 +81,7 @@ constexpr int64_t kDecodeTasks =
     256;  // splits the keys until a batch of one has two tasks for each of 128 threads,
 constexpr int64_t kDecodeMinKeys =
     256;  // but a split has at least so many keys, because merging it has a cost,
-constexpr int64_t kDecodeKeysPerRow = 4;  // more keys for many rows: their results take longer to merge,
+constexpr int64_t kDecodeKeysPerRow = 8;  // more keys for many rows: their results take longer to merge,
 constexpr int64_t kDecodeMostKeys =
     4096;  // and at most this number, so that other threads do not wait for one long cache
 // For __builtin_prefetch. Decode prefetches into L1: with L2, calls of decode take 1.0 to 1.3 times as long on Zen 5, even if
