@@ -38,7 +38,7 @@ struct DecodeForm {
 
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
   bool reads_keys_again() const { return has_blocks && rows_of_block<T>(rows) < rows; }
-  bool reads_values_again() const { return has_blocks && rows > kMostValueRows; }
+  bool reads_values_again() const { return has_blocks && rows_of_group(rows_of_block<T>(rows)) < rows; }
   // Whether V is copied part by part. Otherwise far rows that are read several times would push each other out of L1. With 4
   // to 16 key heads in a row of memory, 16 to 64 rows of Q take 0.64 to 0.97 of the time (Zen 5).
   bool copies_values(const TileSource& values) const {

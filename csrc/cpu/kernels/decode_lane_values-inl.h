@@ -1,5 +1,5 @@
 // O += P V of decode for a few rows of Q. P^T has rows as lanes (decode_lanes-inl.h). A probability is broadcast, and a vector
-// holds columns of V: V is read and converted once for at most kMostValueRows rows.
+// holds columns of V: V is read and converted once for a group of rows (rows_of_group()).
 #pragma once
 
 #include "decode_lanes-inl.h"
@@ -127,14 +127,26 @@ struct LaneProbs {
 // Sums of P V in registers. Two vectors of V and one of P need registers, too. 8 sums would be just enough to hide the
 // latency of two multiply-adds: 12 ran at 0.87 of the peak and 8 at 0.7 of it (AVX2, Zen 4).
 constexpr int kValueSums = FA_VECTOR_REGISTERS == 16 ? 12 : kDotSums;
-constexpr int kMostValueRows = kValueSums / 2;
+// AVX-512 has registers for more sums of some rows, so that a load serves more multiply-adds.
+constexpr int kMostValueSums = FA_VECTOR_BYTES == 64 ? 24 : kValueSums;
+
+// Returns whether the registers hold the sums of `rows` rows and `vectors` vectors of columns.
+constexpr bool holds_value_sums(int rows, int vectors) {
+  constexpr int kOthers = 3;  // a vector of P, and indices that interleave V
+  const int sums = rows * vectors;
+  return sums <= kValueSums || (sums <= kMostValueSums && sums + vectors + kOthers <= FA_VECTOR_REGISTERS);
+}
 
 // NV of the widest block of some rows.
 template <class Values>
 constexpr int widest_block(int rows) {
-  const int fit = kValueSums / rows / Values::kVectors;
-  return fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+  int widest = 8;
+  while (widest > 1 && !holds_value_sums(rows, widest * Values::kVectors)) widest /= 2;
+  return widest;
 }
+
+// The most rows of a group, if a block has several groups, and if it has one: 9 to 12 rows are one group with AVX-512.
+constexpr int kMostValueRows = kValueSums / 2, kMostRowsOfGroup = kMostValueSums / 2;
 
 // out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV * kVectors vectors of columns from c on. `chunk`: the tile's rows
 // of V. The sum starts from 0: it rounds like a sum of tiles, not like one long chain.
@@ -214,6 +226,7 @@ void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, co
 // 3 rows have too few sums. Otherwise all groups have about the same size.
 constexpr int64_t rows_of_group(int64_t rows) {
   if (FA_VECTOR_REGISTERS == 16) return rows == 3 ? 2 : std::min<int64_t>(rows, kMostValueRows);
+  if (rows <= kMostRowsOfGroup) return rows;
   // In 32 bits, because a division of 64 bits takes 40 cycles on some CPUs.
   const auto groups = static_cast<uint32_t>(ceil_div(rows, kMostValueRows));
   return (static_cast<uint32_t>(rows) + groups - 1) / groups;
@@ -232,7 +245,7 @@ void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t row
   for (int64_t row = 0, count; row < rows; row += count) {
     count = rows_of_group(rows - row);
     const auto add = [&](auto few) {
-      if constexpr (few.value <= kMostValueRows && rows_of_group(few.value) == few.value)
+      if constexpr (rows_of_group(few.value) == few.value)
         add_value_lanes<Values, few.value>(probs, row, chunk, keys, out + row * ldo, ldo, ahead);
     };
     switch (count) {
@@ -243,7 +256,11 @@ void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t row
       case 5: add(std::integral_constant<int, 5>{}); break;
       case 6: add(std::integral_constant<int, 6>{}); break;
       case 7: add(std::integral_constant<int, 7>{}); break;
-      default: add(std::integral_constant<int, 8>{});
+      case 8: add(std::integral_constant<int, 8>{}); break;
+      case 9: add(std::integral_constant<int, 9>{}); break;
+      case 10: add(std::integral_constant<int, 10>{}); break;
+      case 11: add(std::integral_constant<int, 11>{}); break;
+      default: add(std::integral_constant<int, 12>{});
     }
   }
 }

@@ -53,12 +53,18 @@ constexpr bool kHasSumsOfColumns = true;
 constexpr bool kHasSumsOfColumns = false;
 #endif
 
+#if FA_VECTOR_BYTES == 64 && defined(FA_DOT_BFLOAT16)
+constexpr bool kHasThreeQuarters = true;  // decode_vector_of_rows-inl.h has a form for 9 to 12 rows
+#else
+constexpr bool kHasThreeQuarters = false;
+#endif
+
 // Returns the number of rows in the next block. Example: 12 rows of 16 lanes are blocks of 8 and 4 rows, because
-// one block would have 4 lanes of padding. AVX2 multiplies a whole vector of rows faster (decode_vector_of_rows-inl.h).
+// one block would have 4 lanes of padding. AVX2 and bfloat16 multiply all of them faster (decode_vector_of_rows-inl.h).
 template <class T>
 constexpr int64_t rows_of_block(int64_t rows) {
   constexpr int64_t L = kLanes<T>, kLeast = L / kMostSpan<T>;
-  if (rows >= L || kHasVectorsOfRows) return std::min(rows, L);
+  if (rows >= L || kHasVectorsOfRows || kHasThreeQuarters) return std::min(rows, L);
   return kLeast < L / 2 && rows > L / 2 && rows <= L / 2 + kLeast ? L / 2 : rows;
 }
 

@@ -172,7 +172,10 @@ template <class In, class T>
 struct ManyRows {
   using Operands = ManyRowsOperands<In, T>;
   using E = typename Operands::Element;
-  static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64 ? BlockForm<E, T, 1>::kSpan : 1;
+  // The columns of Q and of copied keys in vectors of rows are a multiple of the widest span.
+  static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64        ? BlockForm < E, T, 1,
+                       kHasThreeQuarters && sizeof(T) == 4 > ::kSpan : 1;
+  static int64_t whole_columns(int64_t depth) { return ceil_div(depth, kSpanOfVectors) * kSpanOfVectors; }
 
   E* q;           // [heads of a task][D][lanes]   Q^T in panels
   T* scores;      // [block_k][lanes]              S^T, if other steps than the softmax follow
@@ -298,7 +301,7 @@ struct ManyRows {
       if constexpr (kReadsKeysInPlace<In, T>)
         if (reads_keys_in_place<In, T>(count)) return load_block(from + first * ldq, ldq, count, depth, to);
       if (multiplies_vector_of_rows<T>(count))
-        return load_block_of_queries<E, T>(from + first * ldq, ldq, count, depth, to);
+        return load_block_of_queries<E, T>(from + first * ldq, ldq, count, whole_columns(depth), to);
       load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
     });
   }
@@ -315,8 +318,7 @@ struct ManyRows {
     }
     const Tile<E> tile = Operands::load_keys(k, keys, k_tile, std::max(widest_span<T>(rows), kSpanOfVectors));
     if constexpr (FA_VECTOR_BYTES == 64) {
-      const int64_t whole_cols =
-          tile.data == k_tile ? ceil_div(depth, kSpanOfVectors) * kSpanOfVectors : depth;
+      const int64_t whole_cols = tile.data == k_tile ? whole_columns(depth) : depth;
       for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
         if (multiplies_vector_of_rows<T>(count))
           score_block_of_rows<E>(own + first * block_depth, count, Rows<E>{tile.data, tile.ld, whole_cols},

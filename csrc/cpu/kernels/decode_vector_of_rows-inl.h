@@ -50,33 +50,37 @@ struct KeyColumns<Float16, kSpan> {
 
 #endif
 
-// The form of the products for blocks that fill spans of kRest lanes of S^T: kRest = span_of(rows).
-template <class In, class T, int kRest>
+// The form of the products for blocks that fill spans of kRest lanes of S^T: kRest = span_of(rows). kHasThree: three blocks, for
+// at most 3/4 of a vector of rows. Each broadcast has one use more, and no lanes of padding are multiplied.
+template <class In, class T, int kRest, bool kHasThree = false>
 struct BlockForm {
-  static constexpr int kLeastSpan = std::is_same_v<In, Float16> ? 4 : 2;
-  static constexpr int kSpan = kRest > kLeastSpan ? kRest : kLeastSpan, kBlocks = kSpan / kRest;
-  static constexpr int kKeys = kDotSums / kBlocks, kLanesOut = kLanes<T> / kRest;
+  static constexpr int kLeastSpan = kHasThree || std::is_same_v<In, Float16> ? 4 : 2;
+  static constexpr int kSpan = kRest > kLeastSpan ? kRest : kLeastSpan,
+                       kBlocks = kHasThree ? 3 : kSpan / kRest;
+  static constexpr int kKeys = kDotSums / (kHasThree ? 2 : kBlocks), kLanesOut = kLanes<T> / kRest;
   using Columns = KeyColumns<In, kSpan>;
   static constexpr int kStep = kSpan * Columns::kVectors;  // columns of a step
 };
 
-// Calls body(rest) with rest = span_of(rows) as a compile-time constant.
+// Calls body(form) with an object of the BlockForm for `rows` rows.
 template <class In, class T, class Body>
 inline void for_form(int64_t rows, const Body& body) {
   if constexpr (kHasVectorsOfRows && !std::is_same_v<In, T>) {
     const int rest = span_of<T>(rows);
-    if (rest == 4) return body(std::integral_constant<int, 4>{});
-    if (rest == 2) return body(std::integral_constant<int, 2>{});
+    if (rest == 4) return body(BlockForm<In, T, 4>{});
+    if (rest == 2) return body(BlockForm<In, T, 2>{});
   }
-  body(std::integral_constant<int, 1>{});
+  if constexpr (kHasThreeQuarters && sizeof(T) == 4)
+    if (rows <= kLanes<T> * 3 / 4) return body(BlockForm<In, T, 1, true>{});
+  body(BlockForm<In, T, 1>{});
 }
 
 // Copies q[r][c] of `rows` <= L rows: kBlocks vectors for each vector of columns. Rows of `q` are padded with zeros to whole
 // vectors. Lanes of missing rows repeat the last row.
 template <class In, class T, class E>
 inline void load_block_of_queries(const E* q, int64_t ldq, int64_t rows, int64_t depth, E* to) {
-  for_form<In, T>(rows, [&](auto rest) {
-    using Form = BlockForm<In, T, rest.value>;
+  for_form<In, T>(rows, [&](auto form) {
+    using Form = decltype(form);
     constexpr int L = kLanes<T>, kSpan = Form::kSpan, kVectors = Form::Columns::kVectors,
                   kBlocks = Form::kBlocks;
     constexpr int kPart = 16 / sizeof(T), kRows = kPart / kSpan;  // rows of a block in 16 bytes
@@ -86,17 +90,16 @@ inline void load_block_of_queries(const E* q, int64_t ldq, int64_t rows, int64_t
         const int64_t row = lane / kPart * (kRows * kBlocks) + b * kRows + lane % kPart / kSpan;
         from[b][lane] = q + std::min(row, rows - 1) * ldq + lane % kSpan * kVectors;
       }
-    if constexpr (kSpan == 2 && kVectors == 1 && sizeof(E) == 4) {  // a span is one double: moves whole vectors
-      constexpr int kRowsOfBlock = kLanes<double>;
+    if constexpr (kVectors == 1 && sizeof(E) == sizeof(T)) {  // moves whole vectors
       for (int b = 0; b < kBlocks; ++b)
         for (int64_t c = 0; c < depth; c += L) {
-          Vec<double> square[kRowsOfBlock];
+          Vec<T> square[L / kSpan];
 #pragma GCC unroll 8
-          for (int r = 0; r < kRowsOfBlock; ++r)
-            square[r] = load<double>(reinterpret_cast<const double*>(from[b][2 * r] + c));
-          transpose<double>(square);
-          for (int64_t n = 0; n < kRowsOfBlock && c + 2 * n < depth; ++n)
-            store<double>(reinterpret_cast<double*>(to + ((c / 2 + n) * kBlocks + b) * L), square[n]);
+          for (int r = 0; r < L / kSpan; ++r)
+            square[r] = load<T>(reinterpret_cast<const T*>(from[b][r * kSpan] + c));
+          transpose_parts<T, kSpan, L, 1>(square);
+          for (int64_t n = 0; n < L / kSpan && c + n * kSpan < depth; ++n)
+            store<T>(reinterpret_cast<T*>(to + ((c / kSpan + n) * kBlocks + b) * L), square[n]);
         }
       return;
     }
@@ -108,26 +111,36 @@ inline void load_block_of_queries(const E* q, int64_t ldq, int64_t rows, int64_t
   });
 }
 
-// Adds the blocks, whose spans become shorter by the factor kBlocks. One lane for each row and part of its span remains.
+// Adds the blocks, whose spans become shorter by the factor kBlocks. One lane for each row and part of its span remains. Of
+// three blocks the rows come first, then zeros.
 template <class T, int kBlocks>
-FA_INLINE Vec<T> sum_blocks(Vec<T> (&block)[kBlocks]) {
-  constexpr int kPart = 16 / sizeof(T);
+FA_INLINE Vec<T> sum_blocks(const Vec<T> (&blocks)[kBlocks]) {
+  constexpr int L = kLanes<T>, kPart = 16 / sizeof(T), kWhole = kBlocks == 3 ? 4 : kBlocks;
   const VecIndex<T> even = every_second_part<T, 1, kPart>(0), odd = every_second_part<T, 1, kPart>(1);
+  Vec<T> block[kWhole] = {};
 #pragma GCC unroll 4
-  for (int count = kBlocks / 2; count > 0; count /= 2)
+  for (int b = 0; b < kBlocks; ++b) block[b] = blocks[b];
+#pragma GCC unroll 4
+  for (int count = kWhole / 2; count > 0; count /= 2)
 #pragma GCC unroll 4
     for (int b = 0; b < count; ++b)
       block[b] = pick<T>(block[2 * b], block[2 * b + 1], even) + pick<T>(block[2 * b], block[2 * b + 1], odd);
+  if constexpr (kBlocks == 3) {
+    VecIndex<T> rows;
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) rows[i] = i < L * 3 / 4 ? i / 3 * 4 + i % 3 : 3;
+    return pick<T>(block[0], block[0], rows);
+  }
   return block[0];
 }
 
 // out[n] = scale * S^T of key j + n, for kKeys keys. Keys past `keys` read the last key again.
-template <class In, class T, int kRest, class E>
+template <class Form, class In, class T, class E>
 FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                              T* out, Prefetcher& ahead) {
-  using Form = BlockForm<In, T, kRest>;
   using Columns = typename Form::Columns;
-  constexpr int L = kLanes<T>, N = Form::kKeys, kBlocks = Form::kBlocks, kVectors = Columns::kVectors;
+  constexpr int L = kLanes<T>, N = Form::kKeys, kBlocks = Form::kBlocks, kVectors = Columns::kVectors,
+                kRest = L / Form::kLanesOut;
   constexpr int64_t kBytes = N * Form::kStep * sizeof(In);  // of a step
   Vec<T> sum[N][kBlocks];
   const In* key[N];
@@ -167,11 +180,10 @@ FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64
 template <class In, class T, class E>
 inline void score_block_of_rows(const E* q, int64_t rows, Rows<In> k, int64_t keys, T scale, T* out, In* copy,
                                 Prefetcher& ahead) {
-  for_form<In, T>(rows, [&](auto rest) {
-    using Form = BlockForm<In, T, rest.value>;
+  for_form<In, T>(rows, [&](auto form) {
+    using Form = decltype(form);
     k = with_whole_steps(k, keys, Form::kStep, copy);
     for (int64_t j = 0; j < keys; j += Form::kKeys)
-      block_of_rows<In, T, rest.value>(q, k.cols / Form::kStep, k, j, keys, scale, out + j * Form::kLanesOut,
-                                       ahead);
+      block_of_rows<Form>(q, k.cols / Form::kStep, k, j, keys, scale, out + j * Form::kLanesOut, ahead);
   });
 }
