@@ -159,6 +159,18 @@ def test_hidden_values_change_no_bit_of_many_rows(isa, dtype):
     assert torch.equal(flash_attn(q, k, v, key_mask=keep[None], enable_gqa=True), clean)
 
 
+@dtypes
+@pytest.mark.parametrize("head_dim", [5, 33, 34, 36, 40])
+def test_nan_that_a_call_leaves_in_scratch_memory_reaches_no_result(isa, dtype, head_dim, threads):
+    """Rows of Q and K are padded for each form of the products. The padding is written, not what the last call left."""
+    threads(1)
+    for rows in (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17, 20, 28, 33, 100):
+        nan = [torch.full_like(t, torch.nan) for t in make_qkv(1, rows, 1, 70, 128, heads_kv=1, dtype=dtype)]
+        flash_attn(*nan, enable_gqa=True)
+        q, k, v = (t.detach() for t in make_qkv(1, rows, 1, 70, head_dim, heads_kv=1, dtype=dtype))
+        check_forward_against_reference(q, k, v)
+
+
 @pytest.mark.parametrize("head_dim", [1, 8, 16, 31, 64, 127, 128, 129, 256, 300, 512])
 def test_head_dims_of_one_query(isa, head_dim):
     for dtype in (torch.float32, torch.bfloat16):
