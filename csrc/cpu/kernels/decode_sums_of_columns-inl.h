@@ -20,17 +20,19 @@ struct ColumnForm {
   static constexpr int kKeys = R > 6 ? 2 : 4;  // as many sums as fit the registers
 };
 
-// Whether a vector has kHalf columns of each of two keys: for float16 and more than 4 rows. The reduction of the sums is a
-// large part of the product, and takes half as long with two keys in a vector.
+// Whether a vector has kHalf columns of each of two keys: for float16. The reduction of the sums is a large part of the
+// product, and takes half as long with two keys in a vector.
 #if defined(FA_TWO_16_BYTES)
 template <class In, class T, int R>
-constexpr bool kHasTwoKeys = std::is_same_v<In, Float16> && R > 4;
+constexpr bool kHasTwoKeys = std::is_same_v<In, Float16>;
 #else
 template <class In, class T, int R>
 constexpr bool kHasTwoKeys = false;
 #endif
 template <class T>
 constexpr int kHalf = kLanes<T> / 2;
+template <int R>
+constexpr int kKeysOfPairs = R <= 4 ? 8 : 4;  // keys whose sums fit the registers
 
 // Calls body(R) for the least number of rows with a form: R >= rows.
 template <class Body>
@@ -136,29 +138,29 @@ FA_INLINE void sums_of_columns(const T* q, const Rows<In>& k, int64_t j, int64_t
 
 #if defined(FA_TWO_16_BYTES)
 
-// As sums_of_columns(), for 4 keys: two vectors of two keys.
+// As sums_of_columns(), for vectors of two keys: two vectors, or four for at most 4 rows.
 template <class T, int R>
 FA_INLINE void sums_of_two_keys(const T* q, const Rows<Float16>& k, int64_t j, int64_t keys, T scale, T* out,
                                 Prefetcher& ahead) {
-  constexpr int L = kLanes<T>, kPart = 16 / sizeof(T);
+  constexpr int L = kLanes<T>, kPart = 16 / sizeof(T), N = kKeysOfPairs<R> / 2;
   constexpr int64_t kAtOnce = 2 * L;  // columns of a call of the prefetcher
-  Vec<T> sum[2][R];
-  const Float16* key[4];
-#pragma GCC unroll 4
-  for (int n = 0; n < 4; ++n) key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
+  Vec<T> sum[N][R];
+  const Float16* key[2 * N];
+#pragma GCC unroll 8
+  for (int n = 0; n < 2 * N; ++n) key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
 #pragma GCC unroll 16
-  for (int n = 0; n < 2 * R; ++n) sum[n / R][n % R] = Vec<T>{};
+  for (int n = 0; n < N * R; ++n) sum[n / R][n % R] = Vec<T>{};
   for (int64_t c = 0; c < k.cols; c += kHalf<T>, q += R * L) {
-    if (c % kAtOnce == 0) ahead.lines(lines_of<Float16>(4 * kAtOnce));
-    Vec<T> columns[2];
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; ++n)
+    if (c % kAtOnce == 0) ahead.lines(lines_of<Float16>(2 * N * kAtOnce));
+    Vec<T> columns[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n)
       columns[n] = to_float((Half16)FA_TWO_16_BYTES(key[2 * n] + c, key[2 * n + 1] + c), Float16{});
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec<T> query = load_once(q + r * L);
-#pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) sum[n][r] = multiply_add(sum[n][r], query, columns[n]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sum[n][r] = multiply_add(sum[n][r], query, columns[n]);
     }
   }
   const auto halve = [](Vec<T> a, Vec<T> b, auto part, auto span) FA_INLINE_LAMBDA {
@@ -168,18 +170,24 @@ FA_INLINE void sums_of_two_keys(const T* q, const Rows<Float16>& k, int64_t j, i
   using One = std::integral_constant<int, 1>;
   using Part = std::integral_constant<int, kPart>;
   using Whole = std::integral_constant<int, L>;
+  // The sums of 4 rows in each 16 bytes. The first half of the vector has one key, the second half the next one.
+  const auto of_four_rows = [&](int n, int first) FA_INLINE_LAMBDA {
+    const auto sum_of = [&](int r) FA_INLINE_LAMBDA { return r < R ? sum[n][r < R ? r : 0] : Vec<T>{}; };
+    return halve(halve(sum_of(first), sum_of(first + 1), One{}, Part{}),
+                 halve(sum_of(first + 2), sum_of(first + 3), One{}, Part{}), One{}, Part{});
+  };
+  if constexpr (R <= 4) {
+#pragma GCC unroll 2
+    for (int n = 0; n < N; n += 2)
+      store<T>(out + n / 2 * L, halve(of_four_rows(n, 0), of_four_rows(n + 1, 0), Part{}, Whole{}) * scale);
+    return;
+  }
   VecIndex<T> by_key;  // the parts of 16 bytes 0, 2, 1, 3
 #pragma GCC unroll 16
   for (int i = 0; i < L; ++i) by_key[i] = (i / kPart % 2 * 2 + i / kPart / 2) * kPart + i % kPart;
 #pragma GCC unroll 2
-  for (int n = 0; n < 2; ++n) {
-    const auto sum_of = [&](int r) FA_INLINE_LAMBDA { return r < R ? sum[n][r < R ? r : 0] : Vec<T>{}; };
-    Vec<T> half[2];  // 4 rows each
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h)
-      half[h] = halve(halve(sum_of(4 * h), sum_of(4 * h + 1), One{}, Part{}),
-                      halve(sum_of(4 * h + 2), sum_of(4 * h + 3), One{}, Part{}), One{}, Part{});
-    const Vec<T> all = halve(half[0], half[1], Part{}, Whole{});
+  for (int n = 0; n < N; ++n) {
+    const Vec<T> all = halve(of_four_rows(n, 0), of_four_rows(n, 4), Part{}, Whole{});
     store<T>(out + n * L, pick<T>(all, all, by_key) * scale);
   }
 }
@@ -195,7 +203,7 @@ inline void score_sums_of_columns(const T* q, int64_t rows, const Rows<In>& keys
     using Form = ColumnForm<In, T, form_rows.value>;
 #if defined(FA_TWO_16_BYTES)
     if constexpr (kHasTwoKeys<In, T, form_rows.value>) {
-      for (int64_t j = 0; j < keys; j += 4)
+      for (int64_t j = 0; j < keys; j += kKeysOfPairs<form_rows.value>)
         sums_of_two_keys<T, form_rows.value>(q, k, j, keys, scale, out + j * Form::kLanesOut, ahead);
       return;
     }
