@@ -70,11 +70,11 @@ FA_INLINE void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair*
   }
 }
 
-// As pair_lanes(), for bfloat16: writes the pairs of two vectors. write_probs() calls it. The pairs may replace P.
+// As pair_lanes(), for factor * P and bfloat16: writes the pairs of two vectors. write_probs() calls it. The pairs may replace P.
 class LanePairs {
  public:
 #if defined(FA_PERMUTE16)
-  LanePairs(Pair* to, int64_t lanes) : to_(to) {
+  LanePairs(Pair* to, int64_t lanes, float factor = 1.0f) : to_(to), factor_(factor) {
     const int n = static_cast<int>(lanes);
     for (int i = 0; i < 2 * kLanes<float>; ++i) words_[i] = i / 2 / n * 2 * n + i % 2 * n + i / 2 % n;
   }
@@ -82,18 +82,19 @@ class LanePairs {
     return FA_PERMUTE16(FA_CVTPS_BF16_2(first, second), words_);
   }
 #else
-  LanePairs(Pair* to, int64_t lanes) : to_(to), key_(lanes) {}
+  LanePairs(Pair* to, int64_t lanes, float factor = 1.0f) : to_(to), factor_(factor), key_(lanes) {}
   FA_INLINE U32 round(F32 first, F32 second) const {
     return pair_up(pick<float>(first, second, key_.even), pick<float>(first, second, key_.odd));
   }
 #endif
   // `n`: the even number of the first vector.
   FA_INLINE void operator()(int64_t n, F32 first, F32 second) const {
-    store_elements(to_ + n / 2 * kLanes<float>, round(first, second));
+    store_elements(to_ + n / 2 * kLanes<float>, round(first * factor_, second * factor_));
   }
 
  private:
   Pair* to_;
+  float factor_;
 #if defined(FA_PERMUTE16)
   typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
   Words words_;  // of pairs, in the order of keys and lanes

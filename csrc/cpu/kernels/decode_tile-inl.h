@@ -132,8 +132,9 @@ struct DecodeTile {
     if (stays_transposed) {
       softmax_of_lanes(n, r);
       const bool as_bytes = multiplies_byte_lanes(n, cache.v_scale);
-      const bool is_later = has_constant_factor(cache.v_scale) && as_bytes;
-      if (s.multiplied[n] && !is_later) multiply_keys_of_lanes(n, s.value_factors + n * ld);
+      const bool is_constant_of_bytes = has_constant_factor(cache.v_scale) && as_bytes;  // multiplies O
+      if (s.multiplied[n] && !is_constant_of_bytes && !pairs_probs(n))
+        multiply_keys_of_lanes(n, s.value_factors + n * ld);
       s.added[n] = may_mask() && !as_bytes && !values_are_finite(n, values);
       if (s.added[n]) add_values_not_finite(n, values, r);
       return;
@@ -355,7 +356,7 @@ struct DecodeTile {
           tile.data, keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n),
           [&](int64_t row) { return ProbsInPlace<T>{tile.data + row, lanes, keys}; });
     for_each_lane_tile(tile, [&](int64_t first, int64_t count, T* block) {
-      softmax_of_block(block, lanes_of<T>(count), count, r.skip(first, d_v), rescale_of(n));
+      softmax_of_block(n, block, lanes_of<T>(count), count, r.skip(first, d_v), rescale_of(n));
     });
   }
   // Calls body(first row, number of rows, S^T of these rows): all rows at once without blocks.
@@ -381,21 +382,23 @@ struct DecodeTile {
       }
     });
   }
-  // Whether softmax() rounds P to pairs in place. Factors of keys multiply P before it is rounded, and so do values that are not
-  // finite.
-  bool pairs_probs() const {
+  // Whether softmax() rounds head n's P to pairs in place, times the factor of all values. If each key has a factor, or values may
+  // not be finite, P is rounded later.
+  bool pairs_probs(int64_t n) const {
     return Operands::kPairsProbs && stays_transposed && !may_mask() && form.has_blocks &&
-           cache.dtype == CacheDType::kOfQuery && !cache.v_scale;
+           !multiplies_byte_lanes(n, cache.v_scale) &&
+           (!s.multiplied[n] || has_constant_factor(cache.v_scale));
   }
-  void softmax_of_block(T* scores, int64_t block_lanes, int64_t count, const SplitResult<T>& r,
+  void softmax_of_block(int64_t n, T* scores, int64_t block_lanes, int64_t count, const SplitResult<T>& r,
                         T* rescale) const {
     const int64_t vectors = padded_keys * block_lanes / kLanes<T>;
     if constexpr (Operands::kPairsProbs)
-      if (pairs_probs()) {
+      if (pairs_probs(n)) {
         using Pairs = typename Operands::Element;
         Pairs* pairs = reinterpret_cast<Pairs*>(scores);
+        const T factor = s.multiplied[n] ? s.value_factors[n * ld] : T(1);
         softmax_of_block(scores, block_lanes, count, r, rescale,
-                         typename Operands::RoundedProbs(pairs, block_lanes));
+                         typename Operands::RoundedProbs(pairs, block_lanes, factor));
         if (block_lanes == kLanes<T>)
           std::fill(pairs + ceil_div(keys, 2) * block_lanes, pairs + padded_keys / 2 * block_lanes, Pairs{});
         return;
@@ -477,7 +480,7 @@ struct DecodeTile {
                           const SplitResult<T>& r, Prefetcher& ahead) const {
     s.products.many.add_values(
         {scores_of(n), stays_transposed ? lanes : ld, stays_transposed,
-         stays_transposed && !form.has_blocks ? rescale_of(n) : nullptr, first, padded_keys, pairs_probs()},
+         stays_transposed && !form.has_blocks ? rescale_of(n) : nullptr, first, padded_keys, pairs_probs(n)},
         rows, [&](int64_t j) { return chunk(first + j); }, in_one_place, count, r.out, d_v, ahead);
   }
 
