@@ -53,9 +53,12 @@ constexpr bool kHasSumsOfColumns = true;
 constexpr bool kHasSumsOfColumns = false;
 #endif
 
+// Whether decode_vector_of_rows-inl.h has a form for 9 to 12 rows.
 #if FA_VECTOR_BYTES == 64 && defined(FA_DOT_BFLOAT16)
-constexpr bool kHasThreeQuarters = true;  // decode_vector_of_rows-inl.h has a form for 9 to 12 rows
+template <class T>
+constexpr bool kHasThreeQuarters = sizeof(T) == 4;
 #else
+template <class T>
 constexpr bool kHasThreeQuarters = false;
 #endif
 
@@ -64,7 +67,7 @@ constexpr bool kHasThreeQuarters = false;
 template <class T>
 constexpr int64_t rows_of_block(int64_t rows) {
   constexpr int64_t L = kLanes<T>, kLeast = L / kMostSpan<T>;
-  if (rows >= L || kHasVectorsOfRows || kHasThreeQuarters) return std::min(rows, L);
+  if (rows >= L || kHasVectorsOfRows || kHasThreeQuarters<T>) return std::min(rows, L);
   return kLeast < L / 2 && rows > L / 2 && rows <= L / 2 + kLeast ? L / 2 : rows;
 }
 

@@ -173,8 +173,8 @@ struct ManyRows {
   using Operands = ManyRowsOperands<In, T>;
   using E = typename Operands::Element;
   // The columns of Q and of copied keys in vectors of rows are a multiple of the widest span.
-  static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64        ? BlockForm < E, T, 1,
-                       kHasThreeQuarters && sizeof(T) == 4 > ::kSpan : 1;
+  using WidestForm = BlockForm<E, T, 1, kHasThreeQuarters<T>>;
+  static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64 ? WidestForm::kSpan : 1;
   static int64_t whole_columns(int64_t depth) { return ceil_div(depth, kSpanOfVectors) * kSpanOfVectors; }
 
   E* q;           // [heads of a task][D][lanes]   Q^T in panels

@@ -11,28 +11,27 @@
 
 #include "decode_lane_values-inl.h"
 
+// Whether a vector has kHalf columns of each of two keys: for float16. The reduction of the sums is a large part of the
+// product, and takes half as long with two keys in a vector.
+#if defined(FA_TWO_16_BYTES)
+template <class In>
+constexpr bool kHasTwoKeys = std::is_same_v<In, Float16>;
+#else
+template <class In>
+constexpr bool kHasTwoKeys = false;
+#endif
+template <class T>
+constexpr int kHalf = kLanes<T> / 2;
+
 // The form of the product for blocks of R rows. A key has kLanesOut lanes in S^T.
 template <class In, class T, int R>
 struct ColumnForm {
   using Columns = WideValues<In, T>;
   static constexpr int kVectors = Columns::kVectors, kStep = kVectors * kLanes<T>;  // columns of a step
   static constexpr int kLanesOut = static_cast<int>(lanes_of<T>(R));
-  static constexpr int kKeys = R > 6 ? 2 : 4;  // as many sums as fit the registers
+  // As many sums as fit the registers.
+  static constexpr int kKeys = kHasTwoKeys<In> ? (R > 4 ? 4 : 8) : (R > 6 ? 2 : 4);
 };
-
-// Whether a vector has kHalf columns of each of two keys: for float16. The reduction of the sums is a large part of the
-// product, and takes half as long with two keys in a vector.
-#if defined(FA_TWO_16_BYTES)
-template <class In, class T, int R>
-constexpr bool kHasTwoKeys = std::is_same_v<In, Float16>;
-#else
-template <class In, class T, int R>
-constexpr bool kHasTwoKeys = false;
-#endif
-template <class T>
-constexpr int kHalf = kLanes<T> / 2;
-template <int R>
-constexpr int kKeysOfPairs = R <= 4 ? 8 : 4;  // keys whose sums fit the registers
 
 // Calls body(R) for the least number of rows with a form: R >= rows.
 template <class Body>
@@ -80,7 +79,7 @@ template <class In, class T>
 inline void load_columns_of_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to) {
   constexpr int L = kLanes<T>, kVectors = WideValues<In, T>::kVectors;
   for_column_form(rows, [&](auto form_rows) {
-    if constexpr (kHasTwoKeys<In, T, form_rows.value>) {
+    if constexpr (kHasTwoKeys<In>) {
       for (int64_t c = 0; c < ceil_div(depth, L) * L; c += kHalf<T>)
         for (int64_t r = 0; r < form_rows.value; ++r)
           for (int copy = 0; copy < 2; ++copy)
@@ -142,7 +141,7 @@ FA_INLINE void sums_of_columns(const T* q, const Rows<In>& k, int64_t j, int64_t
 template <class T, int R>
 FA_INLINE void sums_of_two_keys(const T* q, const Rows<Float16>& k, int64_t j, int64_t keys, T scale, T* out,
                                 Prefetcher& ahead) {
-  constexpr int L = kLanes<T>, kPart = 16 / sizeof(T), N = kKeysOfPairs<R> / 2;
+  constexpr int L = kLanes<T>, kPart = 16 / sizeof(T), N = ColumnForm<Float16, T, R>::kKeys / 2;
   constexpr int64_t kAtOnce = 2 * L;  // columns of a call of the prefetcher
   Vec<T> sum[N][R];
   const Float16* key[2 * N];
@@ -202,8 +201,8 @@ inline void score_sums_of_columns(const T* q, int64_t rows, const Rows<In>& keys
   for_column_form(rows, [&](auto form_rows) {
     using Form = ColumnForm<In, T, form_rows.value>;
 #if defined(FA_TWO_16_BYTES)
-    if constexpr (kHasTwoKeys<In, T, form_rows.value>) {
-      for (int64_t j = 0; j < keys; j += kKeysOfPairs<form_rows.value>)
+    if constexpr (kHasTwoKeys<In>) {
+      for (int64_t j = 0; j < keys; j += Form::kKeys)
         sums_of_two_keys<T, form_rows.value>(q, k, j, keys, scale, out + j * Form::kLanesOut, ahead);
       return;
     }

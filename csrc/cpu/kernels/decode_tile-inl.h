@@ -241,6 +241,9 @@ struct DecodeTile {
   T key_factor(int64_t n) const {
     return s.multiplied[n] && has_constant_factor(cache.k_scale) ? s.key_factors[n * ld] : T(1);
   }
+  T value_factor(int64_t n) const {
+    return s.multiplied[n] && has_constant_factor(cache.v_scale) ? s.value_factors[n * ld] : T(1);
+  }
   void load_byte_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T factor,
                         Prefetcher& ahead) const {
     if constexpr (kHasByteLanes<In>) {
@@ -266,8 +269,7 @@ struct DecodeTile {
       s.byte_lanes.add_values(
           s.products.many,
           {scores_of(n), stays_transposed ? lanes : ld, stays_transposed, nullptr, first, padded_keys},
-          s.multiplied[n] && has_constant_factor(cache.v_scale) ? s.value_factors[n * ld] : 1.0f, rows, v,
-          count, r.out, d_v, ahead);
+          value_factor(n), rows, v, count, r.out, d_v, ahead);
     }
   }
   // scores[row][j] = S^T of a chunk.
@@ -396,9 +398,8 @@ struct DecodeTile {
       if (pairs_probs(n)) {
         using Pairs = typename Operands::Element;
         Pairs* pairs = reinterpret_cast<Pairs*>(scores);
-        const T factor = s.multiplied[n] ? s.value_factors[n * ld] : T(1);
         softmax_of_block(scores, block_lanes, count, r, rescale,
-                         typename Operands::RoundedProbs(pairs, block_lanes, factor));
+                         typename Operands::RoundedProbs(pairs, block_lanes, value_factor(n)));
         if (block_lanes == kLanes<T>)
           std::fill(pairs + ceil_div(keys, 2) * block_lanes, pairs + padded_keys / 2 * block_lanes, Pairs{});
         return;
