@@ -137,7 +137,7 @@ struct ByteLanes {
   // Loads the rows of the task's head `n`.
   void load_queries(int64_t n, int64_t rows, const BFloat16* from, int64_t ld, float scale) const {
     if (!multiplies(rows)) return;
-    for_each_lane_block<float>(rows, [&](int64_t first, int64_t count) {
+    for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
       const int64_t block = n * kMostBlocks + (first > 0);
       for_span<float>(count, [&](auto span) {
         planes == 1 ? load_block<span.value, 1>(block, from + first * ld, ld, count, scale)
@@ -154,7 +154,7 @@ struct ByteLanes {
       for (int64_t i = 0; i < keys; ++i) std::memcpy(copy + i * key_bytes, k.row(i), key_bytes);
       k = {copy, key_bytes, key_bytes};
     }
-    for_each_lane_block<float>(rows, [&](int64_t first, int64_t count) {
+    for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
       const int64_t block = n * kMostBlocks + (first > 0);
       for_span<float>(count, [&](auto span) {
         constexpr int kSpan = span.value;
@@ -175,7 +175,7 @@ struct ByteLanes {
   template <class ManyRows>
   void add_values(const ManyRows& many, const AllProbs<float>& all, float factor, int64_t rows,
                   const Rows<int8_t>* v, int64_t keys, float* out, int64_t ldo, Prefetcher& ahead) const {
-    for_each_lane_block<float>(rows, [&](int64_t first, int64_t count) {
+    for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
       const int64_t lanes = lanes_of<float>(count);
       float units[kLanes<float>];
       round_probs(many.block_of(all, first, count, keys), ceil_div(keys, kChunkRows) * kChunkRows, lanes,

@@ -37,8 +37,17 @@ struct DecodeForm {
   const bool has_byte_lanes = kHasByteLanes<In> && all_at_once && byte_lanes;
 
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
-  bool reads_keys_again() const { return has_blocks && rows_of_block<T>(rows) < rows; }
-  bool reads_values_again() const { return has_blocks && rows_of_group(rows_of_block<T>(rows)) < rows; }
+  bool reads_keys_again() const { return has_blocks && rows_of_block<In, T>(rows) < rows; }
+  bool reads_values_again() const { return has_blocks && rows_of_group(rows_of_block<In, T>(rows)) < rows; }
+  // Returns how many groups of rows read each row of V.
+  int64_t readings_of_values() const {
+    int64_t readings = 0;
+    for (int64_t first = 0, block; first < rows; first += block) {
+      block = rows_of_block<In, T>(rows - first);
+      readings += ceil_div(block, rows_of_group(block));
+    }
+    return readings;
+  }
   // Whether V is copied part by part. Otherwise far rows that are read several times would push each other out of L1. With 4
   // to 16 key heads in a row of memory, 16 to 64 rows of Q take 0.64 to 0.97 of the time (Zen 5).
   bool copies_values(const TileSource& values) const {
@@ -56,7 +65,7 @@ struct DecodeForm {
     if (FA_VECTOR_BYTES < 64 || !reads_values_again()) return wider;
     // Each reading prefetches a part of the rows, because many prefetches at once wait for each other. More parts would be less
     // than a cache line, and lines() is slow for less than a line.
-    return wider + std::clamp(2 - wider, 0, rows > 3 * kMostValueRows ? 2 : 1);
+    return wider + std::clamp(2 - wider, 0, readings_of_values() > 3 ? 2 : 1);
   }
 
   // Returns how many keys are multiplied at once for each of `heads` heads.

@@ -173,7 +173,7 @@ struct ManyRows {
   using Operands = ManyRowsOperands<In, T>;
   using E = typename Operands::Element;
   // The columns of Q and of copied keys in vectors of rows are a multiple of the widest span.
-  using WidestForm = BlockForm<E, T, 1, kHasThreeQuarters<T>>;
+  using WidestForm = BlockForm<E, T, 1, kHasThreeQuarters<In, T>>;
   static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64 ? WidestForm::kSpan : 1;
   static int64_t whole_columns(int64_t depth) { return ceil_div(depth, kSpanOfVectors) * kSpanOfVectors; }
 
@@ -296,7 +296,7 @@ struct ManyRows {
   void load_lane_queries(const AttentionParams& p, int64_t n, const E* from, int64_t ldq,
                          int64_t rows) const {
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
-    for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+    for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
       E* to = q + (n * lanes + first) * block_depth_of<T>(depth);
       if constexpr (kReadsKeysInPlace<In, T>)
         if (reads_keys_in_place<In, T>(count)) return load_block(from + first * ldq, ldq, count, depth, to);
@@ -310,16 +310,17 @@ struct ManyRows {
     const int64_t depth = Operands::depth_of(k.cols), block_depth = block_depth_of<T>(depth);
     const E* own = q + n * block_depth * lanes_of<T>(rows);
     if constexpr (kReadsKeysInPlace<In, T>) {
-      for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+      for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
         if (reads_keys_in_place<In, T>(count))
           score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j), ahead);
       });
       if (reads_all_keys_in_place<In, T>(rows)) return;
     }
-    const Tile<E> tile = Operands::load_keys(k, keys, k_tile, std::max(widest_span<T>(rows), kSpanOfVectors));
+    const Tile<E> tile =
+        Operands::load_keys(k, keys, k_tile, std::max(widest_span<In, T>(rows), kSpanOfVectors));
     if constexpr (FA_VECTOR_BYTES == 64) {
       const int64_t whole_cols = tile.data == k_tile ? whole_columns(depth) : depth;
-      for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+      for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
         if (multiplies_vector_of_rows<T>(count))
           score_block_of_rows<E>(own + first * block_depth, count, Rows<E>{tile.data, tile.ld, whole_cols},
                                  keys, scale, to.at(first, count, j), k_tile, ahead);
@@ -329,7 +330,7 @@ struct ManyRows {
   }
   void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
                        int64_t ldo, Prefetcher& ahead) const {
-    for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+    for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
       if constexpr (Operands::kPairsProbs)
         if (all.has_pairs)
           return Operands::add_pairs(pairs_of(all, first, count), count, v, keys, out + first * ldo, ldo,

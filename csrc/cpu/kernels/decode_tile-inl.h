@@ -365,7 +365,7 @@ struct DecodeTile {
   template <class Body>
   void for_each_lane_tile(const LaneTile<T>& tile, const Body& body) const {
     if (!form.has_blocks) return body(0, rows, tile.data);
-    for_each_lane_block<T>(
+    for_each_lane_block<In, T>(
         rows, [&](int64_t first, int64_t count) { body(first, count, tile.at(first, count, 0)); });
   }
   // The tile of one row.

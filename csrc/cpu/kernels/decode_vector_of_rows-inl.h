@@ -70,7 +70,7 @@ inline void for_form(int64_t rows, const Body& body) {
     if (rest == 4) return body(BlockForm<In, T, 4>{});
     if (rest == 2) return body(BlockForm<In, T, 2>{});
   }
-  if constexpr (kHasThreeQuarters<T>)
+  if constexpr (kHasThreeQuarters<In, T>)
     if (rows <= kLanes<T> * 3 / 4) return body(BlockForm<In, T, 1, true>{});
   body(BlockForm<In, T, 1>{});
 }
