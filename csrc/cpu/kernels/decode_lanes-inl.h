@@ -193,6 +193,16 @@ inline void for_span(int64_t rows, const Body& body) {
   if constexpr (!kHasVectorsOfRows) body(std::integral_constant<int, 1>{});
 }
 
+// Returns the vector, loaded into a register. Otherwise the compiler may load it again for each multiply-add, and the loads are
+// the limit.
+template <class V>
+FA_INLINE V in_register(V x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 // Returns kSpan elements from p on, repeated in all spans of a vector.
 template <int kSpan, class E>
 FA_INLINE auto broadcast_span(const E* p) {

@@ -42,16 +42,6 @@ inline void for_column_form(int64_t rows, const Body& body) {
   body(std::integral_constant<int, 8>{});
 }
 
-// Loads a vector into a register. Otherwise each multiply-add may load it again, and the loads are the limit.
-template <class T>
-FA_INLINE Vec<T> load_once(const T* p) {
-  Vec<T> x = load<T>(p);
-#if defined(__x86_64__)
-  asm("" : "+v"(x));
-#endif
-  return x;
-}
-
 // Returns a vector: lane i is the sum of the lanes of sum[i]. In contrast to sum_each(), each step is a shuffle without a
 // vector of indices.
 template <class T>
@@ -120,7 +110,7 @@ FA_INLINE void sums_of_columns(const T* q, const Rows<In>& k, int64_t j, int64_t
     for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const Vec<T> query = load_once(q + (v * R + r) * L);
+        const Vec<T> query = in_register(load<T>(q + (v * R + r) * L));
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) sum[n][r] = multiply_add(sum[n][r], query, columns[n][v]);
       }
@@ -157,7 +147,7 @@ FA_INLINE void sums_of_two_keys(const T* q, const Rows<Float16>& k, int64_t j, i
       columns[n] = to_float((Half16)FA_TWO_16_BYTES(key[2 * n] + c, key[2 * n + 1] + c), Float16{});
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec<T> query = load_once(q + r * L);
+      const Vec<T> query = in_register(load<T>(q + r * L));
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sum[n][r] = multiply_add(sum[n][r], query, columns[n]);
     }

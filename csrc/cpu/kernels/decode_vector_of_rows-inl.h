@@ -153,6 +153,11 @@ FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64
   constexpr int64_t kBytesAtOnce = kHasVectorsOfRows ? 64 : 256;  // of a prefetch
   int64_t until_line = 1;
   for (int64_t step = 0; step < steps; ++step, q += kVectors * kBlocks * L) {
+    decltype(load_elements(q)) query[kVectors][kBlocks];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; ++b) query[v][b] = in_register(load_elements(q + (v * kBlocks + b) * L));
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
       decltype(load_elements(q)) columns[kVectors];
@@ -160,8 +165,7 @@ FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 4
-        for (int b = 0; b < kBlocks; ++b)
-          sum[n][b] = multiply_add(sum[n][b], columns[v], load_elements(q + (v * kBlocks + b) * L));
+        for (int b = 0; b < kBlocks; ++b) sum[n][b] = multiply_add(sum[n][b], columns[v], query[v][b]);
     }
     if (--until_line == 0) {
       until_line = std::max<int64_t>(kBytesAtOnce / kBytes, 1);
