@@ -202,10 +202,15 @@ FA_NOINLINE Rows<In> converted_rows(const AttentionParams& p, const Tensor4& t, 
   const CacheParams& cache = p.varlen.cache;
   const CacheDType dtype = cache.dtype;
   if (source.known && dtype == CacheDType::kInt4) {
-    const int64_t row = p.varlen.first_k + j0 + first, size = cache.pages.page_size;
-    copy_nibble_rows(copy, reinterpret_cast<const uint8_t*>(source.row(h_kv, first)), source.stride, count,
-                     cols, groups_of(p, t), cache.pages ? cache.pages.page_of(row) : cache.cache, h_kv,
-                     cache.pages ? row % size : row);
+    // The rows of a run may be in several pages. Groups belong to a page.
+    const PageTable& pages = cache.pages;
+    for (int64_t n = 0, end; n < count; n = end) {
+      const int64_t row = p.varlen.first_k + j0 + first + n, in_page = pages ? row % pages.page_size : row;
+      end = pages ? std::min(count, n + pages.page_size - in_page) : count;
+      copy_nibble_rows(copy + n * cols, reinterpret_cast<const uint8_t*>(source.row(h_kv, first + n)),
+                       source.stride, end - n, cols, groups_of(p, t),
+                       pages ? pages.page_of(row) : cache.cache, h_kv, in_page);
+    }
     return {copy, cols, cols};
   }
   if (!source.known || dtype == CacheDType::kLatent || dtype == CacheDType::kInt4 ||
@@ -213,7 +218,7 @@ FA_NOINLINE Rows<In> converted_rows(const AttentionParams& p, const Tensor4& t, 
     return rows_of_tile<In>(p, t, multiplied ? CacheScale{} : scale, b, h_kv, j0 + first, count, cols, copy,
                             cols);
   for_cache_dtype(dtype, [&](auto coded) {
-    // A chunk is contiguous: its rows have one distance.
+    // The rows are in one run, so they have one distance.
     copy_coded_rows<coded.value>(copy, cols, reinterpret_cast<const uint8_t*>(source.row(h_kv, first)),
                                  source.stride, count, cols);
   });

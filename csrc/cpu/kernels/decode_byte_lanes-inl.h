@@ -146,7 +146,7 @@ struct ByteLanes {
     });
   }
 
-  // factor * S^T of head `n`, for at most kChunkRows keys from key j of the tile on.
+  // factor * S^T of head `n`, for `keys` keys from key j of the tile on.
   void load_scores(int64_t n, int64_t rows, Rows<int8_t> k, int64_t j, int64_t keys, float factor,
                    const LaneTile<float>& to, Prefetcher& ahead) const {
     constexpr int64_t L = kLanes<float>;

@@ -4,9 +4,6 @@
 
 #include "decode_scratch-inl.h"
 
-// Keys whose values are converted from 8 or 4 bits at once. The copy stays in L1: 16 KiB of bfloat16 with 128 columns.
-constexpr int64_t kConvertedValues = 64;
-
 // Returns whether the products of `rows` rows run on panels (decode_many_rows-inl.h), which may be on tile registers.
 template <class In, class T>
 bool multiplies_panels(const AttentionParams& p, int64_t rows) {
@@ -75,11 +72,13 @@ struct DecodeForm {
     const bool copies_keys = (kHasVectorsOfRows || Operands::kWidensKeys) &&
                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
     if (has_blocks && copies_keys) return kChunkRows;
+    if (converts_rows())
+      return std::min(kConvertedRows, rows_in_l1(heads * z.head_dim, (64 << 10) * sizeof(In)));
     return reads_keys_again() || (heads > 1 && !is_panel) ? rows_in_l1(heads * z.head_dim) : keys;
   }
   // Returns the keys whose values are multiplied at once. Their sums are added to O, so the bits of a result depend on it.
   int64_t value_step() const {
-    if (dtype != CacheDType::kOfQuery && has_blocks) return kConvertedValues;
+    if (dtype != CacheDType::kOfQuery && has_blocks) return kConvertedRows;
     if (reads_values_again()) return rows_in_l1(z.head_dim_v);
     // A product reads some columns of all keys, then the next columns. 8 rows are slow enough for a part of L2.
     if (!has_blocks || z.head_dim_v <= Operands::columns_at_once(rows)) return keys;
@@ -93,10 +92,12 @@ struct DecodeForm {
   }
   // Returns how many rows a product may read from row `j` on, at most `most`: the rest of the run, or a chunk of a copy.
   int64_t rows_in_place(const TileSource& source, int64_t j, int64_t most) const {
-    const bool is_copy = !source.known || !is_own_type();
-    const int64_t end = most <= kChunkRows || is_copy ? j + kChunkRows : source.end_of_run(j);
+    const bool is_chunk = most <= kChunkRows || !source.known || !(is_own_type() || converts_rows());
+    const int64_t end = is_chunk ? j + kChunkRows : source.end_of_run(j);
     return std::min({most, end - j, keys - j});
   }
+  // Whether any number of rows is converted at once. Forms that multiply integers without conversion read chunks.
+  bool converts_rows() const { return !is_own_type() && !is_int8 && !is_int4; }
 
  private:
   bool is_own_type() const { return dtype == CacheDType::kOfQuery; }

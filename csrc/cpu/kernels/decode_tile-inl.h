@@ -189,10 +189,19 @@ struct DecodeTile {
       const int64_t step = form.value_step();
       const bool copies = form.copies_values(source), in_one_place = form.is_in_one_place(source) && !copies;
       for (int64_t first = 0; first < keys; first += step) {
+        int64_t end = 0;  // of the rows that are converted
         const auto rows_from = [&](int64_t n, int64_t j) {
           In* copy = s.value_copy ? s.value_copy + (j - first) * z.head_dim_v : nullptr;
-          const Rows<In> v = value_rows_of(n, source, j, copy);
-          return copies ? copy_rows(v, std::min(kChunkRows, keys - j), copy) : v;
+          const int64_t count = std::min(kChunkRows, keys - j);
+          if (form.converts_rows()) {
+            if (j == first || j >= end) {
+              end = j + form.rows_in_place(source, j, first + step - j);
+              value_rows_of(n, source, j, end - j, copy);
+            }
+            return Rows<In>{copy, z.head_dim_v, z.head_dim_v};
+          }
+          const Rows<In> v = value_rows_of(n, source, j, count, copy);
+          return copies ? copy_rows(v, count, copy) : v;
         };
         for (int64_t n = 0; n < heads.count; ++n) {
           if (!s.added[n] && multiplies_byte_lanes(n, cache.v_scale))
@@ -212,7 +221,7 @@ struct DecodeTile {
         if (as_integers(n, cache.v_scale))
           add_integer_chunk(n, source, j, ahead);
         else if (!s.added[n])
-          add_rows_of_values(n, j, count, value_rows_of(n, source, j, s.value_copy), ahead);
+          add_rows_of_values(n, j, count, value_rows_of(n, source, j, count, s.value_copy), ahead);
       }
     }
     ahead.finish();
@@ -252,7 +261,7 @@ struct DecodeTile {
       if (stays_transposed)
         return s.byte_lanes.load_scores(slot + n, rows, k, j, count, factor, {scores_of(n), padded_keys},
                                         ahead);
-      const LaneTile<T> chunk{s.products.many.scores, kChunkRows};
+      const LaneTile<T> chunk{s.products.many.scores, ceil_div(count, kChunkRows) * kChunkRows};
       s.byte_lanes.load_scores(slot + n, rows, k, 0, count, factor, chunk, ahead);
       transpose_chunk(chunk, count, scores_of(n) + j);
     }
@@ -426,22 +435,24 @@ struct DecodeTile {
     });
   }
 
-  Rows<In> value_rows_of(int64_t n, const TileSource& source, int64_t j, In* copy) const {
-    return tile_rows<In>(p, p.v, cache.v_scale, source, s.multiplied[n], b, heads.first + n, j0, j,
-                         std::min(kChunkRows, keys - j), z.head_dim_v, copy);
+  Rows<In> value_rows_of(int64_t n, const TileSource& source, int64_t j, int64_t count, In* copy) const {
+    return tile_rows<In>(p, p.v, cache.v_scale, source, s.multiplied[n], b, heads.first + n, j0, j, count,
+                         z.head_dim_v, copy);
   }
   bool values_are_finite(int64_t n, const TileSource& source) const {
     for (int64_t j = 0; j < keys; j += kChunkRows)
-      if (!rows_are_finite<In, T>(value_rows_of(n, source, j, s.value_copy), std::min(kChunkRows, keys - j)))
+      if (const int64_t count = std::min(kChunkRows, keys - j);
+          !rows_are_finite<In, T>(value_rows_of(n, source, j, count, s.value_copy), count))
         return false;
     return true;
   }
   Rows<In> gathered() const { return {s.value_copy, z.head_dim_v, z.head_dim_v}; }
   void gather_values(int64_t n, const TileSource& source) const {
     for (int64_t j = 0; j < keys; j += kChunkRows) {
+      const int64_t count = std::min(kChunkRows, keys - j);
       In* to = s.value_copy + j * z.head_dim_v;
-      const Rows<In> from = value_rows_of(n, source, j, to);
-      if (from.data != to) copy_rows(from, std::min(kChunkRows, keys - j), to);
+      const Rows<In> from = value_rows_of(n, source, j, count, to);
+      if (from.data != to) copy_rows(from, count, to);
     }
   }
 
