@@ -11,7 +11,6 @@
 #define FA_DOT_INT16(sum, a, b) \
   (VecIndex<float>)_mm512_dpwssd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))
 // x in both halves of a vector.
-#define FA_TWICE_32_BYTES(x) _mm512_broadcast_i64x4((__m256i)(x))
 // Products of four unsigned bytes of a and four signed bytes of b.
 #define FA_DOT_BYTES(sum, a, b) \
   (VecIndex<float>)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))

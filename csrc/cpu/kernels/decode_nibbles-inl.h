@@ -11,15 +11,16 @@
 #include "decode_products-inl.h"
 #include "int16_rows-inl.h"
 
-// Calls body(n, page, row) for the keys [j0, j0 + keys): the cache or page of key n, and its row there.
+// Calls body(n, end, page, row) for runs of the keys [j0, j0 + keys). The keys [n, end) follow each other in a cache or page. `row`:
+// the row of key n there.
 template <class Body>
-inline void for_each_cache_row(const AttentionParams& p, int64_t j0, int64_t keys, const Body& body) {
+inline void for_each_cache_run(const AttentionParams& p, int64_t j0, int64_t keys, const Body& body) {
   const CacheParams& cache = p.varlen.cache;
   const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
-  for (int64_t n = 0; n < keys;) {
-    const int64_t row = first + n, in_page = row % size, end = std::min(keys, n + size - in_page);
-    const int64_t page = cache.pages ? cache.pages.page_of(row) : cache.cache;
-    for (int64_t r = in_page; n < end; ++n, ++r) body(n, page, r);
+  for (int64_t n = 0, end; n < keys; n = end) {
+    const int64_t row = first + n;
+    end = std::min(keys, n + size - row % size);
+    body(n, end, cache.pages ? cache.pages.page_of(row) : cache.cache, row % size);
   }
 }
 
@@ -47,8 +48,8 @@ FA_INLINE Int16Words load_words(const uint8_t* p, int64_t bytes) {
 
 // The groups of a row of K or V.
 struct GroupsOfRow {
-  int64_t count, ld;  // the number of groups; rounded up to whole vectors
-  int64_t columns;    // the columns of a group
+  int64_t count, whole;  // the number of groups; rounded up to whole vectors
+  int64_t columns;       // the columns of a group
 };
 
 // The group of a step of columns. Steps are in order, so the next group needs no division.
@@ -76,29 +77,49 @@ struct GroupOfStep {
   }
 };
 
-// Scales of a tile, and products of scales and zero points. null products: the zero points are kInt4Zero.
+// Scales of a tile, and products of scales and zero points. null products: the zero points are kInt4Zero. Rows have no padding,
+// because padded rows of all heads need more than L2. So a vector of groups may end with numbers of the next rows.
 struct TileGroups {
-  float *scales, *products;  // [keys][ld]
+  float *scales, *products;  // [keys][groups]
 
   // Returns whether all numbers are finite.
   bool load(const AttentionParams& p, const CacheGroups& groups, const GroupsOfRow& row_groups, int64_t h_kv,
             int64_t j0, int64_t keys) const {
     F32 probe = {};
-    for_each_cache_row(p, j0, keys, [&](int64_t n, int64_t page, int64_t row) FA_INLINE_LAMBDA {
-      const NumberRow from = number_row(groups.scales, groups.is_float16, page, h_kv, row);
-      for (int64_t g = 0; g < row_groups.ld; g += kLanes<float>) {
-        const int64_t count = row_groups.count - g;
-        const F32 scale = from.load(g, count);
-        store<float>(scales + n * row_groups.ld + g, scale);
-        probe += scale * 0.0f;
-        if (!groups.zeros) continue;
-        const F32 product =
-            scale * number_row(groups.zeros, groups.is_float16, page, h_kv, row).load(g, count);
-        store<float>(products + n * row_groups.ld + g, product);
-        probe += product * 0.0f;
-      }
+    for_each_cache_run(p, j0, keys, [&](int64_t first, int64_t end, int64_t page, int64_t row) {
+      const auto load = [&](auto number) {
+        using Number = decltype(number);
+        return load_run(groups.scales.row<Number>(page, h_kv, row), groups.scales.stride_s,
+                        products ? groups.zeros.row<Number>(page, h_kv, row) : nullptr, groups.zeros.stride_s,
+                        row_groups.count, first, end);
+      };
+      probe += groups.is_float16 ? load(Float16{}) : load(0.0f);
     });
     return sum_lanes<float>(probe) == 0.0f;
+  }
+
+ private:
+  // Loads the rows [first, end) from `scale` and `zero` on. Returns 0 in all lanes if all numbers are finite.
+  template <class Number>
+  F32 load_run(const Number* scale, int64_t stride_scale, const Number* zero, int64_t stride_zero,
+               int64_t count, int64_t first, int64_t end) const {
+    float *scale_to = scales + first * count, *product_to = zero ? products + first * count : nullptr;
+    F32 probe = {};
+    for (int64_t n = first; n < end; ++n, scale += stride_scale, scale_to += count) {
+      prefetch_numbers(scale, stride_scale);
+      if (zero) prefetch_numbers(zero, stride_zero);
+      for (int64_t g = 0; g < count; g += kLanes<float>) {
+        const F32 numbers = load_numbers(scale + g, count - g);
+        store<float>(scale_to + g, numbers);
+        probe += numbers * 0.0f;
+        if (!zero) continue;
+        const F32 product = numbers * load_numbers(zero + g, count - g);
+        store<float>(product_to + g, product);
+        probe += product * 0.0f;
+      }
+      if (zero) zero += stride_zero, product_to += count;
+    }
+    return probe;
   }
 };
 
@@ -115,13 +136,13 @@ FA_INLINE void nibble_scores(const int16_t* q, int64_t ldq, const float* q_sums,
   for (int n = 0; n < N; ++n) {
     const int64_t at = std::min<int64_t>(j + n, keys - 1);
     key_row[n] = k.row(at);
-    scales[n] = groups.scales + at * row_groups.ld;
-    const float* products = (groups.products ? groups.products : groups.scales) + at * row_groups.ld;
+    scales[n] = groups.scales + at * row_groups.count;
+    const float* products = (groups.products ? groups.products : groups.scales) + at * row_groups.count;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       sum[r][n] = F32{};
-      for (int64_t g = 0; g < row_groups.ld; g += L)
-        sum[r][n] -= load<float>(products + g) * load<float>(q_sums + r * row_groups.ld + g);
+      for (int64_t g = 0; g < row_groups.whole; g += L)
+        sum[r][n] -= load<float>(products + g) * load<float>(q_sums + r * row_groups.whole + g);
     }
   }
   GroupOfStep group{row_groups.columns};
@@ -221,11 +242,11 @@ struct DecodeNibbles {
     s.ld_sums = ceil_div(p.sizes.head_dim_v, kStep) * kStep;
     s.q = arena.take<int16_t>(heads * rows * s.ldq);
     s.q_units = arena.take<float>(heads * rows);
-    s.q_sums = arena.take<float>(heads * rows * s.of_key.ld);
+    s.q_sums = arena.take<float>(heads * rows * s.of_key.whole);
     s.widened = arena.take<float>(2 * s.ldq);
-    s.keys = take_groups(arena, cache.k_groups, heads * s.block_k * s.of_key.ld);
-    s.values = take_groups(arena, cache.v_groups, s.block_k * s.of_value.ld);
-    s.transposed = arena.take<float>(2 * s.of_value.ld * s.block_k);
+    s.keys = take_groups(arena, cache.k_groups, heads * s.numbers_of(s.of_key));
+    s.values = take_groups(arena, cache.v_groups, s.numbers_of(s.of_value));
+    s.transposed = arena.take<float>(2 * s.of_value.count * s.block_k);
     s.scaled = arena.take<float>(s.block_k);
     s.probs = arena.take<int16_t>(heads * rows * s.of_value.count * s.block_k);
     s.prob_units = arena.take<float>(heads * rows * s.of_value.count);
@@ -238,9 +259,11 @@ struct DecodeNibbles {
     return {arena.take<float>(count), groups.zeros ? arena.take<float>(count) : nullptr};
   }
 
+  // Returns the number of scales of a tile. Zeros follow the last row, so that no head reads the numbers of another head.
+  int64_t numbers_of(const GroupsOfRow& groups) const { return block_k * groups.count + kLanes<float>; }
   // Returns scales and zero points for the keys of the task's head `n`.
   TileGroups keys_of(int64_t n) const {
-    const int64_t first = n * block_k * of_key.ld;
+    const int64_t first = n * numbers_of(of_key);
     return {keys.scales + first, keys.products ? keys.products + first : nullptr};
   }
 
@@ -254,8 +277,8 @@ struct DecodeNibbles {
     int16_t* to = q + row * ldq;
     for (int64_t c = 0; c < ldq; ++c)
       to[c / kStep * kStep + c % 2 * (kStep / 2) + c % kStep / 2] = rounded[c];
-    float* sums_of_q = q_sums + row * of_key.ld;
-    std::fill(sums_of_q, sums_of_q + of_key.ld, 0.0f);
+    float* sums_of_q = q_sums + row * of_key.whole;
+    std::fill(sums_of_q, sums_of_q + of_key.whole, 0.0f);
     const float factor = keys.products ? 1.0f : kInt4Zero;
     for (int64_t c = 0; c < cols; ++c) sums_of_q[c / of_key.columns] += factor * rounded[c];
   }
@@ -264,8 +287,8 @@ struct DecodeNibbles {
   FA_NOINLINE void scores(int64_t row, const Rows<uint8_t>& k, const TileGroups& groups, int64_t count,
                           float scale, float* out, int64_t ld, int64_t room, Prefetcher& ahead) const {
     for (int64_t j = 0; j < count; j += kDotSums / R)
-      nibble_scores<R>(q + row * ldq, ldq, q_sums + row * of_key.ld, k, groups, of_key, j, count, scale, out,
-                       ld, room, ahead);
+      nibble_scores<R>(q + row * ldq, ldq, q_sums + row * of_key.whole, k, groups, of_key, j, count, scale,
+                       out, ld, room, ahead);
   }
 
   // Loads scales and zero points for the values of one head, as rows of groups. Returns whether all are finite.
@@ -275,17 +298,17 @@ struct DecodeNibbles {
     float* to = transposed;
     for (const float* from : {values.scales, values.products}) {
       for (int64_t j = 0; from && j < count; j += L)
-        for (int64_t g = 0; g < of_value.ld; g += L) {
+        for (int64_t g = 0; g < of_value.count; g += L) {
           F32 square[L];
 #pragma GCC unroll 16
           for (int n = 0; n < L; ++n)
-            square[n] = j + n < count ? load<float>(from + (j + n) * of_value.ld + g) : F32{};
+            square[n] = j + n < count ? load<float>(from + (j + n) * of_value.count + g) : F32{};
           transpose<float>(square);
 #pragma GCC unroll 16
           for (int n = 0; n < L; ++n)
             if (g + n < of_value.count) store<float>(to + (g + n) * block_k + j, square[n]);
         }
-      to += of_value.ld * block_k;
+      to += of_value.count * block_k;
     }
     return is_finite;
   }
@@ -295,7 +318,7 @@ struct DecodeNibbles {
     const int64_t groups = of_value.count;
     for (int64_t r = row; r < row + rows; ++r)
       for (int64_t g = 0; g < groups; ++g) {
-        const float *scales = transposed + g * block_k, *products = scales + of_value.ld * block_k;
+        const float *scales = transposed + g * block_k, *products = scales + of_value.count * block_k;
         F32 offset = {};
         for (int64_t j = 0; j < ld; j += kLanes<float>) {
           const F32 prob = load<float>(p + r * ld + j), product = prob * load<float>(scales + j);

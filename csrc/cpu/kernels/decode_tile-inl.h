@@ -302,8 +302,8 @@ struct DecodeTile {
         Prefetcher nothing;
         const Rows<uint8_t> k = nibble_rows(p.k, source, n, j, count, z.head_dim);
         TileGroups groups = s.nibbles.keys_of(slot + n);
-        groups.scales += j * s.nibbles.of_key.ld;
-        if (groups.products) groups.products += j * s.nibbles.of_key.ld;
+        groups.scales += j * s.nibbles.of_key.count;
+        if (groups.products) groups.products += j * s.nibbles.of_key.count;
         return for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
           s.nibbles.template scores<few.value>((slot + n) * rows + row, k, groups, count, s.products.scale,
                                                scores + row * ld, ld, ld - j, row == 0 ? ahead : nothing);

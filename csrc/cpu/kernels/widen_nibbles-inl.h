@@ -34,6 +34,13 @@ FA_INLINE F32 load_numbers(const Number* p, int64_t n) {
   return load_columns<float>(p, n);
 }
 
+// Prefetches the numbers of a later row. The rows of a head are far apart, and no other loop prefetches them.
+template <class Number>
+FA_INLINE void prefetch_numbers(const Number* p, int64_t stride) {
+  constexpr int64_t kRowsAhead = 16;
+  __builtin_prefetch(p + kRowsAhead * stride, 0, kPrefetchIntoL1);
+}
+
 // The scales or zero points of one row.
 struct NumberRow {
   const void* data;
@@ -91,16 +98,15 @@ FA_INLINE F32 broadcast_number(const Float16* p) {
   return to_float(Half16{} + bits, Float16{});
 }
 
-// The values of the 16 nibbles in a group, as bfloat16. Both halves are equal, because a lookup reads 5 bits.
-FA_INLINE U32 table_of_group(F32 scale, F32 zero) {
-  return (U32)FA_TWICE_32_BYTES(
-      from_float((__builtin_convertvector(iota<float>(), F32) - zero) * scale, BFloat16{}));
+// The values of the 16 nibbles in a group.
+FA_INLINE F32 values_of_group(F32 scale, F32 zero) {
+  return (__builtin_convertvector(iota<float>(), F32) - zero) * scale;
 }
 
-// Copies the 32 columns of 16 bytes. A lane has one byte: `bytes | bytes << 12` has its nibbles in the low bits of two words.
-FA_INLINE void look_up_nibbles(BFloat16* to, const uint8_t* from, U32 table) {
+// A lane has one byte of the 16 bytes: its nibbles are in the low bits of two words.
+FA_INLINE U32 nibbles_in_words(const uint8_t* from) {
   const U32 bytes = widen(*reinterpret_cast<const UnalignedBytes*>(from));
-  store_elements(reinterpret_cast<Pair*>(to), FA_PERMUTE16(table, bytes | bytes << 12));
+  return bytes | bytes << 12;
 }
 
 // Copies rows of groups that are whole vectors. `columns`: of a group. The strides are distances of rows.
@@ -109,19 +115,29 @@ FA_NOINLINE void look_up_nibble_rows(BFloat16* to, const uint8_t* from, int64_t 
                                      int64_t cols, int64_t columns, const Number* scales,
                                      int64_t stride_scales, const Number* zeros, int64_t stride_zeros) {
   constexpr int64_t kStep = 2 * kLanes<float>;
-  for (int64_t n = 0; n < rows; ++n, from += stride, scales += stride_scales, zeros += stride_zeros) {
-    const uint8_t* bytes = from;
-    const Number *scale = scales, *zero = zeros;
-    for (int64_t group = 0; group < cols; group += columns) {
-      const U32 table = table_of_group(broadcast_number(scale++),
-                                       kHasZeros ? broadcast_number(zero++) : splat<float>(kInt4Zero));
-      int64_t c = 0;
-      do {
-        look_up_nibbles(to, bytes, table);
-        to += kStep;
-        bytes += kStep / 2;
-        c += kStep;
-      } while (c < columns);
+  const auto values_of = [&](int64_t group) FA_INLINE_LAMBDA {
+    return values_of_group(broadcast_number(scales + group),
+                           kHasZeros ? broadcast_number(zeros + group) : splat<float>(kInt4Zero));
+  };
+  // A lookup reads 5 bits of a word: the nibble, and the lowest bit of the next nibble or 0.
+  const auto look_up = [&](U32 table, U32 words, int64_t c) FA_INLINE_LAMBDA {
+    store_elements(reinterpret_cast<Pair*>(to + c), FA_PERMUTE16(table, words));
+  };
+  for (int64_t n = 0; n < rows;
+       ++n, from += stride, scales += stride_scales, zeros += stride_zeros, to += cols) {
+    int64_t c = 0, group = 0;
+    if (columns == kStep)
+      for (; c + 2 * kStep <= cols;
+           c += 2 * kStep, group += 2) {  // a table of two groups: bit 4 is the group
+        const U32 table = (U32)FA_CVTPS_BF16_2(values_of(group), values_of(group + 1));
+        look_up(table, nibbles_in_words(from + c / 2) & 0xffefffefu, c);
+        look_up(table, nibbles_in_words(from + (c + kStep) / 2) | 0x00100010u, c + kStep);
+      }
+    for (; c < cols; ++group) {
+      const F32 values = values_of(group);
+      const U32 table = (U32)FA_CVTPS_BF16_2(values, values);  // equal for both values of bit 4
+      for (const int64_t end = c + columns; c < end; c += kStep)
+        look_up(table, nibbles_in_words(from + c / 2), c);
     }
   }
 }
