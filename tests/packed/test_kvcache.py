@@ -264,6 +264,34 @@ def test_bits_do_not_depend_on_the_batch_or_on_pages():
         assert torch.equal(flash_attn_with_kvcache(q[own], *rows, cache_seqlens=lengths[own]), together[own])
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("form", ["none", "head", "token"])
+@pytest.mark.parametrize("heads", [2, 4, 6, 16, 48, 200])
+def test_bits_of_8_bits_do_not_depend_on_runs_of_pages(isa, cache_dtype, form, heads):
+    """Up to 64 rows that follow each other are converted at once, also across pages."""
+    q = torch.randn(2, 1, heads, D).bfloat16()
+    caches = [(20 * torch.randn(2, 320, HK, d)).clamp(-127, 127).to(cache_dtype) for d in (D, DV)]
+    scales = {"none": [None] * 2, "head": torch.rand(2, HK) / 20, "token": torch.rand(2, 2, 320, HK) / 20}[form]
+
+    def attend(caches, scales, table=None):
+        return flash_attn_with_kvcache(
+            q,
+            *caches,
+            cache_seqlens=torch.tensor([301, 70]),
+            block_table=table,
+            k_descale=scales[0],
+            v_descale=scales[1],
+        )
+
+    expected = attend(caches, scales)
+    in_order = torch.arange(40, dtype=torch.int32)
+    for table in (in_order, in_order.view(10, 4)[torch.randperm(10)].flatten()):  # one run; runs of 64 rows
+        places = torch.empty(40, dtype=torch.long).scatter_(0, table.long(), torch.arange(40))
+        in_pages = [t.reshape(40, 16, *t.shape[2:])[places] for t in caches]
+        own = [t.reshape(40, 16, HK)[places] for t in scales] if form == "token" else scales
+        assert torch.equal(attend(in_pages, own, table.view(2, 20)), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page_size", [16, 48, 128])
 @pytest.mark.parametrize("heads", [2, 4, 8, 16, 48])

@@ -11,8 +11,8 @@
 #include "decode_products-inl.h"
 #include "int16_rows-inl.h"
 
-// Calls body(n, end, page, row) for runs of the keys [j0, j0 + keys). The keys [n, end) follow each other in a cache or page. `row`:
-// the row of key n there.
+// Calls body(n, end, page, row) for runs of the keys [j0, j0 + keys). The keys [n, end) follow each other in a cache or page,
+// from this row on.
 template <class Body>
 inline void for_each_cache_run(const AttentionParams& p, int64_t j0, int64_t keys, const Body& body) {
   const CacheParams& cache = p.varlen.cache;
