@@ -10,7 +10,6 @@
 // AVX-512 VNNI: all CPUs with AVX-512 BF16 have it.
 #define FA_DOT_INT16(sum, a, b) \
   (VecIndex<float>)_mm512_dpwssd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))
-// x in both halves of a vector.
 // Products of four unsigned bytes of a and four signed bytes of b.
 #define FA_DOT_BYTES(sum, a, b) \
   (VecIndex<float>)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))

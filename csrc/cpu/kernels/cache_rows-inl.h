@@ -165,6 +165,19 @@ inline bool is_constant(const AttentionParams& p, const CacheScale& scale) {
   return scale && scale.stride_s == 0 && (!p.varlen.cache.pages || scale.stride_b == 0);
 }
 
+// Calls body(n, end, page, row) for runs of the keys [j0, j0 + keys). The keys [n, end) follow each other in a cache or page,
+// from this row on.
+template <class Body>
+inline void for_each_cache_run(const AttentionParams& p, int64_t j0, int64_t keys, const Body& body) {
+  const CacheParams& cache = p.varlen.cache;
+  const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
+  for (int64_t n = 0, end; n < keys; n = end) {
+    const int64_t row = first + n;
+    end = std::min(keys, n + size - row % size);
+    body(n, end, cache.pages ? cache.pages.page_of(row) : cache.cache, row % size);
+  }
+}
+
 // Loads the factors of the 8-bit rows of a tile, one per key, up to `ld` lanes. Returns whether the factors may be
 // applied to scores or probabilities instead of rows. It returns false if a factor is not finite, because a masked row
 // must stay masked.
@@ -172,25 +185,22 @@ template <class T>
 bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_kv, int64_t j0, int64_t keys,
                   int64_t ld, T* factors) {
   if (!scale) return false;
-  const CacheParams& cache = p.varlen.cache;
-  const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
   std::fill(factors, factors + ld, T(1));
   T probe = 0;
-  for (int64_t n = 0; n < keys;) {
-    const int64_t row = first + n, in_page = row % size, end = std::min(keys, n + size - in_page);
-    const int64_t page = cache.pages ? cache.pages.page_of(row) : cache.cache;
+  for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
     if (scale.stride_s == 0) {  // one factor for all rows
       const T factor = static_cast<T>(scale.at(page, h_kv, 0));
       std::fill(factors + n, factors + end, factor);
       probe += factor * T(0);
-      n = end;
-      continue;
+      return;
     }
-    for (int64_t r = in_page; n < end; ++n, ++r) {
-      factors[n] = static_cast<T>(scale.at(page, h_kv, r));
-      probe += factors[n] * T(0);
+    T all = 0;  // in a register: a sum in memory would wait for its own store
+    for (; n < end; ++n, ++row) {
+      factors[n] = static_cast<T>(scale.at(page, h_kv, row));
+      all += factors[n] * T(0);
     }
-  }
+    probe += all;
+  });
   return probe == T(0);
 }
 
@@ -203,14 +213,10 @@ FA_NOINLINE Rows<In> converted_rows(const AttentionParams& p, const Tensor4& t, 
   const CacheDType dtype = cache.dtype;
   if (source.known && dtype == CacheDType::kInt4) {
     // The rows of a run may be in several pages. Groups belong to a page.
-    const PageTable& pages = cache.pages;
-    for (int64_t n = 0, end; n < count; n = end) {
-      const int64_t row = p.varlen.first_k + j0 + first + n, in_page = pages ? row % pages.page_size : row;
-      end = pages ? std::min(count, n + pages.page_size - in_page) : count;
+    for_each_cache_run(p, j0 + first, count, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
       copy_nibble_rows(copy + n * cols, reinterpret_cast<const uint8_t*>(source.row(h_kv, first + n)),
-                       source.stride, end - n, cols, groups_of(p, t),
-                       pages ? pages.page_of(row) : cache.cache, h_kv, in_page);
-    }
+                       source.stride, end - n, cols, groups_of(p, t), page, h_kv, row);
+    });
     return {copy, cols, cols};
   }
   if (!source.known || dtype == CacheDType::kLatent || dtype == CacheDType::kInt4 ||

@@ -67,8 +67,6 @@ FA_INLINE void byte_lanes_block(const int8_t* q, int64_t steps, const float* sta
 // Loads the scales of int4 rows with one group, as load_factors().
 inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int64_t h_kv, int64_t j0,
                         int64_t keys, int64_t ld, float* factors) {
-  const CacheParams& cache = p.varlen.cache;
-  const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
   std::fill(factors, factors + ld, 1.0f);
   F32 probe = {};
   const auto load_run = [&](const auto* from, auto number, int64_t n, int64_t end) {
@@ -81,12 +79,10 @@ inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int
       probe += scales * 0.0f;
     }
   };
-  for (int64_t n = 0, end; n < keys; n = end) {
-    const int64_t row = first + n, page = cache.pages ? cache.pages.page_of(row) : cache.cache;
-    end = std::min(keys, n + size - row % size);
-    groups.is_float16 ? load_run(groups.scales.row<Float16>(page, h_kv, row % size), Float16{}, n, end)
-                      : load_run(groups.scales.row<float>(page, h_kv, row % size), 0.0f, n, end);
-  }
+  for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
+    groups.is_float16 ? load_run(groups.scales.row<Float16>(page, h_kv, row), Float16{}, n, end)
+                      : load_run(groups.scales.row<float>(page, h_kv, row), 0.0f, n, end);
+  });
   return sum_lanes<float>(probe) == 0.0f;
 }
 

@@ -35,7 +35,7 @@ struct DecodeForm {
 
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
   bool reads_keys_again() const { return has_blocks && rows_of_block<In, T>(rows) < rows; }
-  bool reads_values_again() const { return has_blocks && rows_of_group(rows_of_block<In, T>(rows)) < rows; }
+  bool reads_values_again() const { return has_blocks && readings_of_values() > 1; }
   // Returns how many groups of rows read each row of V.
   int64_t readings_of_values() const {
     int64_t readings = 0;

@@ -11,19 +11,6 @@
 #include "decode_products-inl.h"
 #include "int16_rows-inl.h"
 
-// Calls body(n, end, page, row) for runs of the keys [j0, j0 + keys). The keys [n, end) follow each other in a cache or page,
-// from this row on.
-template <class Body>
-inline void for_each_cache_run(const AttentionParams& p, int64_t j0, int64_t keys, const Body& body) {
-  const CacheParams& cache = p.varlen.cache;
-  const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
-  for (int64_t n = 0, end; n < keys; n = end) {
-    const int64_t row = first + n;
-    end = std::min(keys, n + size - row % size);
-    body(n, end, cache.pages ? cache.pages.page_of(row) : cache.cache, row % size);
-  }
-}
-
 // Returns whether `rows` rows are multiplied by int4 without conversion. More rows are lanes if a conversion to bfloat16 takes
 // few instructions.
 template <class In, class T>
@@ -103,11 +90,13 @@ struct TileGroups {
   template <class Number>
   F32 load_run(const Number* scale, int64_t stride_scale, const Number* zero, int64_t stride_zero,
                int64_t count, int64_t first, int64_t end) const {
+    constexpr int64_t kRowsAhead =
+        16;  // the numbers of a head are far apart, and no other loop prefetches them
     float *scale_to = scales + first * count, *product_to = zero ? products + first * count : nullptr;
     F32 probe = {};
     for (int64_t n = first; n < end; ++n, scale += stride_scale, scale_to += count) {
-      prefetch_numbers(scale, stride_scale);
-      if (zero) prefetch_numbers(zero, stride_zero);
+      __builtin_prefetch(scale + kRowsAhead * stride_scale, 0, kPrefetchIntoL1);
+      if (zero) __builtin_prefetch(zero + kRowsAhead * stride_zero, 0, kPrefetchIntoL1);
       for (int64_t g = 0; g < count; g += kLanes<float>) {
         const F32 numbers = load_numbers(scale + g, count - g);
         store<float>(scale_to + g, numbers);

@@ -140,7 +140,7 @@ struct DecodeTile {
       return;
     }
     const bool isolate = may_mask() && !as_integers(n, cache.v_scale) && !values_are_finite(n, values);
-    if (isolate) gather_values(n, values);
+    if (isolate) gather_values(n, values, 0, keys);
     const auto frame_of = [&](int64_t g) {
       return TileFrame{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
     };
@@ -187,29 +187,23 @@ struct DecodeTile {
   void add_values(const TileSource& source, Prefetcher ahead, const ResultOf& result_of) const {
     if (form.all_at_once) {
       const int64_t step = form.value_step();
-      const bool copies = form.copies_values(source), in_one_place = form.is_in_one_place(source) && !copies;
+      const bool gathers = form.converts_rows() || form.copies_values(source);
+      const bool in_one_place = gathers || form.is_in_one_place(source);
       for (int64_t first = 0; first < keys; first += step) {
-        int64_t end = 0;  // of the rows that are converted
-        const auto rows_from = [&](int64_t n, int64_t j) {
-          In* copy = s.value_copy ? s.value_copy + (j - first) * z.head_dim_v : nullptr;
-          const int64_t count = std::min(kChunkRows, keys - j);
-          if (form.converts_rows()) {
-            if (j == first || j >= end) {
-              end = j + form.rows_in_place(source, j, first + step - j);
-              value_rows_of(n, source, j, end - j, copy);
-            }
-            return Rows<In>{copy, z.head_dim_v, z.head_dim_v};
-          }
-          const Rows<In> v = value_rows_of(n, source, j, count, copy);
-          return copies ? copy_rows(v, count, copy) : v;
-        };
+        const int64_t some = std::min(step, keys - first);
         for (int64_t n = 0; n < heads.count; ++n) {
-          if (!s.added[n] && multiplies_byte_lanes(n, cache.v_scale))
-            add_byte_values(n, source, first, std::min(step, keys - first), result_of(n), ahead);
-          else if (!s.added[n])
-            add_some_values_of(
-                n, first, std::min(step, keys - first), [&](int64_t j) { return rows_from(n, j); },
-                in_one_place, result_of(n), ahead);
+          if (s.added[n]) continue;
+          if (multiplies_byte_lanes(n, cache.v_scale)) {
+            add_byte_values(n, source, first, some, result_of(n), ahead);
+            continue;
+          }
+          if (gathers) gather_values(n, source, first, some);
+          const auto rows_from = [&](int64_t j) {
+            if (gathers) return gathered(j - first);
+            In* copy = s.value_copy ? s.value_copy + (j - first) * z.head_dim_v : nullptr;
+            return value_rows_of(n, source, j, std::min(kChunkRows, keys - j), copy);
+          };
+          add_some_values_of(n, first, some, rows_from, in_one_place, result_of(n), ahead);
         }
       }
       return ahead.finish();
@@ -446,21 +440,26 @@ struct DecodeTile {
         return false;
     return true;
   }
-  Rows<In> gathered() const { return {s.value_copy, z.head_dim_v, z.head_dim_v}; }
-  void gather_values(int64_t n, const TileSource& source) const {
-    for (int64_t j = 0; j < keys; j += kChunkRows) {
-      const int64_t count = std::min(kChunkRows, keys - j);
-      In* to = s.value_copy + j * z.head_dim_v;
-      const Rows<In> from = value_rows_of(n, source, j, count, to);
-      if (from.data != to) copy_rows(from, count, to);
+  // The rows that gather_values() copied, from row `n` of them on.
+  Rows<In> gathered(int64_t n = 0) const {
+    return {s.value_copy + n * z.head_dim_v, z.head_dim_v, z.head_dim_v};
+  }
+  // Copies or converts `count` values of head `n`, one after another without gaps. The first is key `first` of the tile.
+  void gather_values(int64_t n, const TileSource& source, int64_t first, int64_t count) const {
+    const int64_t end = first + count;
+    for (int64_t j = first, some; j < end; j += some) {
+      some = form.rows_in_place(source, j, end - j);
+      In* to = s.value_copy + (j - first) * z.head_dim_v;
+      const Rows<In> from = value_rows_of(n, source, j, some, to);
+      if (from.data != to) copy_rows(from, some, to);
     }
   }
 
   // O += P V for P^T of a tile in which the band hides keys: values that are not finite reach only the queries that see them.
   void add_values_not_finite(int64_t n, const TileSource& values, const SplitResult<T>& r) const {
-    gather_values(n, values);
+    gather_values(n, values, 0, keys);
     add_finite_values(n, r);  // first, because it may multiply O by a factor
-    gather_values(n, values);
+    gather_values(n, values, 0, keys);
     for_each_lane_tile({scores_of(n), padded_keys}, [&](int64_t first, int64_t count, T* block) {
       for (int64_t row = first; row < first + count; ++row) {
         add_rows_not_finite<In, T>({frame_of_row(n, row), &p.band, {}, true}, false, 1, block + row - first,
@@ -474,7 +473,7 @@ struct DecodeTile {
       if (!rows_are_finite<In, T>({gathered().row(j), 0, z.head_dim_v}, 1))
         std::fill(s.value_copy + j * z.head_dim_v, s.value_copy + (j + 1) * z.head_dim_v, In{});
     Prefetcher nothing;
-    const auto rows_from = [&](int64_t j) { return Rows<In>{gathered().row(j), z.head_dim_v, z.head_dim_v}; };
+    const auto rows_from = [&](int64_t j) { return gathered(j); };
     if (form.all_at_once) {
       const int64_t step = form.value_step();
       for (int64_t first = 0; first < keys; first += step)

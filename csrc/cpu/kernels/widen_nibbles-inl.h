@@ -34,13 +34,6 @@ FA_INLINE F32 load_numbers(const Number* p, int64_t n) {
   return load_columns<float>(p, n);
 }
 
-// Prefetches the numbers of a later row. The rows of a head are far apart, and no other loop prefetches them.
-template <class Number>
-FA_INLINE void prefetch_numbers(const Number* p, int64_t stride) {
-  constexpr int64_t kRowsAhead = 16;
-  __builtin_prefetch(p + kRowsAhead * stride, 0, kPrefetchIntoL1);
-}
-
 // The scales or zero points of one row.
 struct NumberRow {
   const void* data;
@@ -98,11 +91,6 @@ FA_INLINE F32 broadcast_number(const Float16* p) {
   return to_float(Half16{} + bits, Float16{});
 }
 
-// The values of the 16 nibbles in a group.
-FA_INLINE F32 values_of_group(F32 scale, F32 zero) {
-  return (__builtin_convertvector(iota<float>(), F32) - zero) * scale;
-}
-
 // A lane has one byte of the 16 bytes: its nibbles are in the low bits of two words.
 FA_INLINE U32 nibbles_in_words(const uint8_t* from) {
   const U32 bytes = widen(*reinterpret_cast<const UnalignedBytes*>(from));
@@ -115,9 +103,9 @@ FA_NOINLINE void look_up_nibble_rows(BFloat16* to, const uint8_t* from, int64_t 
                                      int64_t cols, int64_t columns, const Number* scales,
                                      int64_t stride_scales, const Number* zeros, int64_t stride_zeros) {
   constexpr int64_t kStep = 2 * kLanes<float>;
-  const auto values_of = [&](int64_t group) FA_INLINE_LAMBDA {
-    return values_of_group(broadcast_number(scales + group),
-                           kHasZeros ? broadcast_number(zeros + group) : splat<float>(kInt4Zero));
+  const auto values_of = [&](int64_t group) FA_INLINE_LAMBDA {  // of the 16 nibbles
+    const F32 zero = kHasZeros ? broadcast_number(zeros + group) : splat<float>(kInt4Zero);
+    return (__builtin_convertvector(iota<float>(), F32) - zero) * broadcast_number(scales + group);
   };
   // A lookup reads 5 bits of a word: the nibble, and the lowest bit of the next nibble or 0.
   const auto look_up = [&](U32 table, U32 words, int64_t c) FA_INLINE_LAMBDA {
