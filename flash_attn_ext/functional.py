@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import _dense, _float8, _indexed, _int8, _ops, _packed
 from ._attend import attend
-from ._call import FUNCTIONS, INDICES, Call
+from ._call import FUNCTIONS, INDICES, OF_FLOAT8, Call
 from ._dropout import dropout_mask, new_rng_state
 from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
@@ -174,15 +174,10 @@ def flash_attn(
     """
     if unknown:
         raise unknown_argument("flash_attn", next(iter(unknown)))
-    if _float8.is_float8(query, q_descale, k_descale, v_descale, out_dtype):
-        return _run_by(_float8.attend_dense, locals())
-    if quantize is not None:
-        return _run_by(_int8.attend, locals())
     has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
-    if key_indices is not None or key_block_indices is not None:
-        if has_functions:
-            raise NotImplementedError("key_indices, key_block_indices: got one with a function; allowed: neither")
-        return _by_index(locals())
+    of_float8 = not (q_descale is None and k_descale is None and v_descale is None and out_dtype is None)
+    if of_float8 or quantize is not None or key_indices is not None or key_block_indices is not None:
+        return _by_another_operator(locals())
     band_causal, lower_right, left, right = is_causal, False, None, None
     aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
     if causal is not None or window is not None or aligned:
@@ -234,6 +229,8 @@ def _options_of(given: dict[str, Any]) -> dict[str, Any]:
 
 def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """Runs a call of flash_attn that is not ordinary. ``given``: the local variables of flash_attn."""
+    if _is_float8(given):
+        return _run_by(_float8.attend_dense, given)
     tensors, options = _tensors_of(given), _options_of(given)
     if has_torch_function_variadic(*(t for name, t in tensors.items() if name != "rng_state")):
         return _through_torch_function({name: given[name] for name in _PARAMETERS})
@@ -249,8 +246,25 @@ def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     return (out, lse) if return_lse else out
 
 
+def _is_float8(given: dict[str, Any]) -> bool:
+    return _float8.is_float8(given["query"], *(given[name] for name in OF_FLOAT8))
+
+
+def _by_another_operator(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs a call of flash_attn with an argument of another operator. ``given``: the local variables of flash_attn."""
+    if _is_float8(given):
+        return _run_by(_float8.attend_dense, given)
+    if given["quantize"] is not None:
+        return _run_by(_int8.attend, given)
+    if given["has_functions"]:
+        raise NotImplementedError("key_indices, key_block_indices: got one with a function; allowed: neither")
+    return _by_index(given)
+
+
 def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """Runs a call with functions that is not ordinary. ``given``: the local variables of flash_attn."""
+    if _is_float8(given):
+        return _run_by(_float8.attend_dense, given)
     arguments = {name: given[name] for name in _PARAMETERS if name not in FUNCTIONS}
     functions = {name: given[name] for name in FUNCTIONS}
     if is_causal_bias(arguments["attn_mask"]):

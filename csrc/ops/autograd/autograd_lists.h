@@ -15,9 +15,13 @@ inline at::Tensor tensor_or_undefined(const OptionalTensor& t) { return t.value_
 inline void load(const at::Tensor& saved, at::Tensor& t) { t = saved; }
 inline void load(const at::Tensor& saved, OptionalTensor& t) { t = defined_or_none(saved); }
 
+// `more`: the number of tensors that the caller will append.
 template <class Struct>
-variable_list list_of(const Struct& tensors) {
-  return tensors.with_members([](const auto&... t) { return variable_list{tensor_or_undefined(t)...}; });
+variable_list list_of(const Struct& tensors, size_t more = 0) {
+  variable_list list;
+  list.reserve(kMembers<Struct> + more);
+  tensors.with_members([&](const auto&... t) { (list.push_back(tensor_or_undefined(t)), ...); });
+  return list;
 }
 
 template <class Struct>

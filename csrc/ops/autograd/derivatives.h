@@ -18,17 +18,16 @@ namespace flash_attn_ext {
 template <class F>
 struct Derivatives : DerivativeCalls<F> {
   using Calls = DerivativeCalls<F>;
-  using Computed = DerivativeFunction::Computed;
   using Calls::backward_of, Calls::jvp_of, Calls::double_backward_of, Calls::kTensors, Calls::kGradients;
   using typename Calls::Gradients, typename Calls::InputTangents, typename Calls::GradFlags,
       typename Calls::Tensors, typename Calls::Options, typename Calls::BackwardTensors,
       typename Calls::BackwardOptions, typename Calls::JvpTensors, typename Calls::DoubleBackwardTensors;
 
   // The backward of Forward.
-  static variable_list differentiate_forward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = saved_tensors(ctx, kTensors + 2);
-    const auto options = recorded_options<Options>(ctx);
-    const GradFlags wanted = flags_from<kGradients>(needs_gradient(ctx, saved, kTensors), 0);
+  static variable_list differentiate_forward(const Recorded& recorded, const variable_list& grads) {
+    const variable_list saved = saved_tensors(recorded, kTensors + 2);
+    const auto options = recorded_options<Options>(recorded);
+    const GradFlags wanted = flags_from<kGradients>(needs_gradient(recorded, saved, kTensors), 0);
     variable_list result(kTensors);
     store(result, 0,
           backward_of(struct_of<Tensors>(saved), saved[kTensors], saved[kTensors + 1], {grads[0], grads[1]},
@@ -55,7 +54,9 @@ struct Derivatives : DerivativeCalls<F> {
       return call<typename F::Forward>(given, options);
     }
     check_only_differentiable_need_gradients(given);
-    const Tensors tensors = how.forward ? primals_of(given) : given;
+    Tensors primals;
+    if (how.forward) primals = primals_of(given);
+    const Tensors& tensors = how.forward ? primals : given;
     AttentionJvpResult output_tangents;
     AttentionResult computed;
     if (how.forward) {
@@ -64,14 +65,13 @@ struct Derivatives : DerivativeCalls<F> {
     }
     if (how.reverse) {
       // `given` is saved, because a backward in forward mode needs the tangents.
-      const variable_list results = record(differentiate_forward, tensors, options, [&] {
+      record(differentiate_forward, tensors, options, [&] {
         if (!computed.out.defined()) computed = call<typename F::Forward>(tensors, options);
-        variable_list saved = list_of(given);
+        variable_list saved = list_of(given, /*more=*/2);
         saved.push_back(computed.out);
         saved.push_back(computed.lse);
         return Computed{list_of(computed), std::move(saved)};
       });
-      computed = {results[0], results[1]};
     }
     set_tangent(computed.out, output_tangents.tangent_out);
     set_tangent(computed.lse, output_tangents.tangent_lse);
@@ -79,10 +79,10 @@ struct Derivatives : DerivativeCalls<F> {
   }
 
   // The backward of Backward.
-  static variable_list differentiate_backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = saved_tensors(ctx, kMembers<BackwardTensors>);
+  static variable_list differentiate_backward(const Recorded& recorded, const variable_list& grads) {
+    const variable_list saved = saved_tensors(recorded, kMembers<BackwardTensors>);
     const auto given = struct_of<BackwardTensors>(saved);
-    const auto options = recorded_options<BackwardOptions>(ctx);
+    const auto options = recorded_options<BackwardOptions>(recorded);
 
     constexpr size_t kCount = std::size(BackwardTensors::kRules),
                      kFirst = position_of<BackwardTensors>("query"),
@@ -91,7 +91,7 @@ struct Derivatives : DerivativeCalls<F> {
     variable_list result(kCount);
     const InputTangents t = as_tangents<InputTangents>(gradients_from<Gradients>(grads, options.grad_mask));
     if (!any_defined(t)) return gradients_of_arguments(result, saved);
-    const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+    const std::vector<bool> needs = needs_gradient(recorded, saved, kCount);
     const AttentionJvpResult output_tangents = jvp_of(given.forward(), t, options.forward());
     if (needs[kGradOut]) result[kGradOut] = output_tangents.tangent_out;
     if (needs[kGradLse]) result[kGradLse] = output_tangents.tangent_lse;
@@ -140,14 +140,14 @@ struct Derivatives : DerivativeCalls<F> {
   }
 
   // The backward of Jvp.
-  static variable_list differentiate_jvp(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = saved_tensors(ctx, kMembers<JvpTensors> + kMembers<AttentionJvpResult>);
+  static variable_list differentiate_jvp(const Recorded& recorded, const variable_list& grads) {
+    const variable_list saved = saved_tensors(recorded, kMembers<JvpTensors> + kMembers<AttentionJvpResult>);
     const auto given = struct_of<JvpTensors>(saved);
     constexpr size_t kCount = std::size(JvpTensors::kRules), kFirst = position_of<JvpTensors>("query"),
                      kFirstTangent = position_of<JvpTensors>("tangent_query");
     const auto result = struct_of<AttentionJvpResult>({saved.begin() + kCount, saved.end()});
-    const auto options = recorded_options<Options>(ctx);
-    const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+    const auto options = recorded_options<Options>(recorded);
+    const std::vector<bool> needs = needs_gradient(recorded, saved, kCount);
     const Tensors x = given.forward();
     const GradFlags wanted = flags_from<kGradients>(needs, kFirst);
 
@@ -174,7 +174,7 @@ struct Derivatives : DerivativeCalls<F> {
     }
     const variable_list results = record(differentiate_jvp, given, options, [&] {
       const variable_list results = list_of(call<typename F::Jvp>(given, options));
-      variable_list saved = list_of(given);
+      variable_list saved = list_of(given, results.size());
       saved.insert(saved.end(), results.begin(), results.end());
       return Computed{results, std::move(saved)};
     });
@@ -183,16 +183,16 @@ struct Derivatives : DerivativeCalls<F> {
 
   // The backward of DoubleBackward. H is linear in the tangents. It is symmetric in the tangents and the cotangents of its
   // results.
-  static variable_list differentiate_double_backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = saved_tensors(ctx, kMembers<DoubleBackwardTensors>);
+  static variable_list differentiate_double_backward(const Recorded& recorded, const variable_list& grads) {
+    const variable_list saved = saved_tensors(recorded, kMembers<DoubleBackwardTensors>);
     const auto given = struct_of<DoubleBackwardTensors>(saved);
-    const auto options = recorded_options<BackwardOptions>(ctx);
+    const auto options = recorded_options<BackwardOptions>(recorded);
     constexpr size_t kCount = std::size(DoubleBackwardTensors::kRules),
                      kTangents = position_of<DoubleBackwardTensors>("tangent_query"),
                      kGradOut = position_of<DoubleBackwardTensors>("grad_out"),
                      kGradLse = position_of<DoubleBackwardTensors>("grad_lse"),
                      kResults = position_of<DoubleBackwardTensors>("out");
-    const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+    const std::vector<bool> needs = needs_gradient(recorded, saved, kCount);
     for (size_t n = 0; n < kResults; ++n)
       TORCH_CHECK_NOT_IMPLEMENTED(n - kTangents < kGradients || !needs[n], F::kName,
                                   ": its third derivative, with respect to ",

@@ -1,9 +1,10 @@
 // Records a call for reverse mode: one node in torch's graph for each call.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
-#include <functional>
+#include <algorithm>
 #include <memory>
 #include <mutex>
 
@@ -13,21 +14,23 @@ namespace flash_attn_ext {
 
 using torch::autograd::AutogradContext;
 
-// The class of all nodes, because torch's header compiles much code for each class. record_values() takes the place of its
-// apply().
-struct DerivativeFunction : torch::autograd::Function<DerivativeFunction> {
-  using Backward = variable_list(AutogradContext* ctx, const variable_list& grads);
-  struct Computed {
-    variable_list results, saved;  // saved: for the backward. It begins with the operator's tensors
-  };
+// A recorded call, for its backward.
+struct Recorded {
+  AutogradContext* ctx;  // has the saved tensors
+  // The options, a bit for each saved tensor that is defined, and the backward.
+  c10::ArrayRef<c10::IValue> values;
+};
+using Backward = variable_list(const Recorded& call, const variable_list& grads);
 
-  // saved_data["values"] is one tuple, because each entry of saved_data is a node of a hash table. The tuple has the options,
-  // a bit for each saved tensor that is defined, and the backward.
-  static c10::ArrayRef<c10::IValue> values(AutogradContext* ctx) {
-    return ctx->saved_data["values"].toTupleRef().elements().asArrayRef();
-  }
+inline variable_list differentiate(const Recorded& call, const variable_list& grads) {
+  return reinterpret_cast<Backward*>(call.values.back().toInt())(call, grads);
+}
+
+// The class of all nodes, because torch's header compiles much code for each class. record() takes the place of its apply().
+struct DerivativeFunction : torch::autograd::Function<DerivativeFunction> {
+  // Compiled autograd calls it.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return reinterpret_cast<Backward*>(values(ctx).back().toInt())(ctx, grads);
+    return differentiate({ctx, ctx->saved_data["values"].toTupleRef().elements()}, grads);
   }
 };
 
@@ -44,11 +47,20 @@ namespace flash_attn_ext {
 
 // The node of a call. CppNode has the rest: saved tensors, and compiled autograd.
 struct DerivativeNode final : torch::autograd::CppNode<DerivativeFunction> {
+  std::vector<c10::IValue> values;  // Recorded::values
+
   // CppNode would demangle the name of its class in each backward, in 2 us.
   std::string name() const override { return "FlashAttnExtBackward"; }
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return DerivativeFunction::backward(&ctx_, grads);
+    return differentiate({&ctx_, values}, grads);
+  }
+  // Compiled autograd alone reads these members of CppNode. A call would take 0.2 us to fill them.
+  void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
+    auto& node = const_cast<DerivativeNode&>(*this);
+    node.is_variable_input_.assign(num_outputs(), true);
+    node.ctx_.saved_data["values"] = c10::ivalue::Tuple::create(values);
+    CppNode::compiled_args(args);
   }
 };
 
@@ -62,21 +74,23 @@ Pointer new_node() {
     return c10::make_intrusive<DerivativeNode>();
 }
 
-// Calls compute(), and records `backward` as the derivative of its results with respect to `inputs`. It is
+struct Computed {
+  variable_list results, saved;  // saved: for the backward. It begins with the operator's tensors
+};
+
+// Calls compute(), and records `backward` as the derivative of its results. `edges` lead to the inputs. It is
 // torch::autograd::Function::apply() for results that are new tensors, without the steps for views and changed inputs.
-inline variable_list record_values(DerivativeFunction::Backward* backward, std::vector<c10::IValue> values,
-                                   const variable_list& inputs,
-                                   const std::function<DerivativeFunction::Computed()>& compute) {
+inline variable_list record_values(Backward* backward, std::vector<c10::IValue> values,
+                                   torch::autograd::edge_list edges, c10::function_ref<Computed()> compute) {
   if (const auto& functorch = at::functorch::functorchTLSAccessor())
     functorch->checkSupportsCppAutogradFunction();
   const NodePointer pointer = new_node<NodePointer>();
   auto& node = static_cast<DerivativeNode&>(*pointer);
-  node.is_variable_input_.assign(inputs.size(), true);
   node.set_ctx_grad_fn(pointer);
-  node.set_next_edges(torch::autograd::collect_next_edges(inputs));
+  node.set_next_edges(std::move(edges));
   node.ctx_.set_materialize_grads(false);  // an unused lse costs nothing in the backward
 
-  DerivativeFunction::Computed computed;
+  Computed computed;
   {
     at::AutoGradMode without_grad(false);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -84,40 +98,38 @@ inline variable_list record_values(DerivativeFunction::Backward* backward, std::
   }
   torch::autograd::set_history(computed.results, pointer);
 
+  variable_list& saved = computed.saved;
   int64_t is_defined = 0;
-  variable_list defined;
-  defined.reserve(computed.saved.size());
-  for (size_t n = 0; n < computed.saved.size(); ++n)
-    if (computed.saved[n].defined()) {
-      is_defined |= int64_t{1} << n;
-      defined.push_back(std::move(computed.saved[n]));
-    }
+  for (size_t n = 0; n < saved.size(); ++n) is_defined |= int64_t{saved[n].defined()} << n;
+  saved.erase(std::remove_if(saved.begin(), saved.end(), [](const at::Tensor& t) { return !t.defined(); }),
+              saved.end());
   values.emplace_back(is_defined);
   values.emplace_back(reinterpret_cast<int64_t>(backward));
-  node.ctx_.saved_data["values"] = c10::ivalue::Tuple::create(std::move(values));
-  node.ctx_.save_for_backward(std::move(defined));
+  node.values = std::move(values);
+  node.ctx_.save_for_backward(std::move(saved));
   node.save_variables_to_ctx();
   return std::move(computed.results);
 }
 
 // The same for the tensors and the options of an operator. The tensors have no forward-mode tangents.
 template <class Tensors, class Options>
-variable_list record(DerivativeFunction::Backward* backward, const Tensors& tensors, const Options& options,
-                     const std::function<DerivativeFunction::Computed()>& compute) {
+variable_list record(Backward* backward, const Tensors& tensors, const Options& options,
+                     c10::function_ref<Computed()> compute) {
   std::vector<c10::IValue> values;
   values.reserve(kMembers<Options> + 2);
   push_members(values, options);
-  variable_list inputs;
-  inputs.reserve(kMembers<Tensors>);
-  for_each_present_tensor(tensors, [&](const TensorRule&, const at::Tensor& t) { inputs.push_back(t); });
-  return record_values(backward, std::move(values), inputs, compute);
+  torch::autograd::edge_list edges;
+  edges.reserve(kMembers<Tensors>);
+  for_each_present_tensor(tensors, [&](const TensorRule&, const at::Tensor& t) {
+    edges.push_back(torch::autograd::impl::gradient_edge(t));
+  });
+  return record_values(backward, std::move(values), std::move(edges), compute);
 }
 
 // The tensors that a call saved, in a list of `count` or more. Undefined tensors are in their positions.
-inline variable_list saved_tensors(AutogradContext* ctx, size_t count) {
-  variable_list defined = ctx->get_saved_variables();
-  const auto values = DerivativeFunction::values(ctx);
-  const int64_t is_defined = values[values.size() - 2].toInt();
+inline variable_list saved_tensors(const Recorded& call, size_t count) {
+  variable_list defined = call.ctx->get_saved_variables();
+  const int64_t is_defined = call.values[call.values.size() - 2].toInt();
   variable_list saved(count);
   size_t next = 0;
   for (size_t n = 0; next < defined.size(); ++n) {
@@ -129,18 +141,18 @@ inline variable_list saved_tensors(AutogradContext* ctx, size_t count) {
 
 // The options that record() got.
 template <class Options>
-Options recorded_options(AutogradContext* ctx) {
+Options recorded_options(const Recorded& call) {
   Options options;
-  load_members(DerivativeFunction::values(ctx).data(), options);
+  load_members(call.values.data(), options);
   return options;
 }
 
 // For each of the operator's tensors: whether it needs a gradient. Each defined tensor has one edge, in order. An undefined
 // tensor has no edge.
-inline std::vector<bool> needs_gradient(AutogradContext* ctx, const variable_list& saved, size_t count) {
+inline std::vector<bool> needs_gradient(const Recorded& call, const variable_list& saved, size_t count) {
   std::vector<bool> needs(count);
   size_t edge = 0;
-  for (size_t n = 0; n < count; ++n) needs[n] = saved[n].defined() && ctx->needs_input_grad(edge++);
+  for (size_t n = 0; n < count; ++n) needs[n] = saved[n].defined() && call.ctx->needs_input_grad(edge++);
   return needs;
 }
 

@@ -61,19 +61,19 @@ Gradients gradients_by_attention(const WeightsBackwardTensors& given, const Weig
   return sum;
 }
 
-variable_list differentiate_weights(AutogradContext* ctx, const variable_list& grads) {
-  const variable_list saved = saved_tensors(ctx, kTensors);
+variable_list differentiate_weights(const Recorded& recorded, const variable_list& grads) {
+  const variable_list saved = saved_tensors(recorded, kTensors);
   if (!grads[0].defined()) return gradients_of_arguments(variable_list(kTensors), saved);
   WeightsBackwardTensors tensors;
   tensors.set_forward(struct_of<WeightsTensors>(saved));
   tensors.grad_weights = grads[0];
-  const std::vector<bool> needs = needs_gradient(ctx, saved, kTensors);
+  const std::vector<bool> needs = needs_gradient(recorded, saved, kTensors);
   GradMask wanted;
 #define FA_WANT(name, ...) wanted.name = needs[position_of<WeightsTensors>(#name)];
   FA_WEIGHTS_DIFFERENTIABLE(FA_WANT)
 #undef FA_WANT
   WeightsBackwardOptions options;
-  options.set_forward(recorded_options<WeightsOptions>(ctx));
+  options.set_forward(recorded_options<WeightsOptions>(recorded));
   options.grad_mask = wanted.flags();
   const Gradients gradients = call<AttentionWeightsBackward>(tensors, options);
   variable_list result(kTensors);
@@ -102,7 +102,7 @@ WeightsResult weights(const WeightsTensors& given, const WeightsOptions& options
     check_only_differentiable_need_gradients(given);
     if (how.forward && given.key.sym_size(2) != 0) return {by_attention(given, options)};
     return {record(differentiate_weights, given, options, [&] {
-      return DerivativeFunction::Computed{{call<AttentionWeights>(given, options).weights}, list_of(given)};
+      return Computed{{call<AttentionWeights>(given, options).weights}, list_of(given)};
     })[0]};
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;

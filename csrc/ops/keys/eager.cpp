@@ -10,10 +10,11 @@
 namespace flash_attn_ext {
 namespace {
 
-// Whether the object is a torch.Tensor, no subclass, dense, with the number of dimensions of the operator.
+// Whether the object is a torch.Tensor, no subclass, dense, with the number of dimensions of the operator. Another operator
+// takes float8 tensors.
 bool is_ordinary_tensor(PyObject* object, const TensorRule& rule) {
   if (object == Py_None) return true;
-  if (!is_dense_tensor(object)) return false;
+  if (!is_dense_tensor(object) || c10::isFloat8Type(THPVariable_Unpack(object).scalar_type())) return false;
   const bool any_dim = rule.shape.kind == Shape::kMaybeBatched || rule.shape.kind == Shape::kSeedOffset ||
                        rule.shape.kind == Shape::kCheckedByOperator;
   return any_dim || THPVariable_Unpack(object).dim() == rule.shape.count;
