@@ -95,7 +95,8 @@ def explain(*args, **kwargs) -> Explanation:
 
     The backward computes the gradients of all inputs that require a gradient. If no input requires a gradient, it
     computes the gradients of query, key and value. Memory is the bytes that the call allocates through torch, for a
-    contiguous gradient of out and no gradient of lse. Small CPU workspaces are on the stack and count as 0.
+    contiguous gradient of out and no gradient of lse. A CPU workspace of up to 256 KiB is a buffer of the thread, and
+    counts as 0.
 
     Calls with ``quantize="int8"`` have no backward. Their kernel is "avx512_vnni", or the instruction set that computes
     the same sums of integers without VNNI. Tensors in float8_e4m3fn have no backward: ``allocates["widened query"]`` is

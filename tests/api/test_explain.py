@@ -88,7 +88,7 @@ def test_memory_of_copies(threads):
 
 
 def test_only_wanted_gradients():
-    q, k, v = (t.detach() for t in make_qkv(1, 2, 100, 100, 16))
+    q, k, v = (t.detach() for t in make_qkv(1, 2, 100, 100, 256))
     assert explain(q, k, v).gradients == ("query", "key", "value")
     only = explain(q, k.requires_grad_(), v)
     assert only.gradients == ("key",)

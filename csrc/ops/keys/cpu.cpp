@@ -50,9 +50,16 @@ const auto& kernels_of(const Int8Params&) { return cpu::int8_kernels().forward; 
 
 // Fewer rows than this take as long as this many: the kernels read all keys anyway, or pad their vectors.
 int64_t least_rows(const AttentionParams&) { return 8; }
+int64_t least_rows(const BackwardParams&) { return 4; }
 template <class Params>
 int64_t least_rows(const Params&) {
   return 16;
+}
+// The same for keys.
+int64_t least_keys(const BackwardParams&) { return 16; }
+template <class Params>
+int64_t least_keys(const Params&) {
+  return 1;
 }
 
 // A small call runs on the calling thread: below about 5 us of work, waking other threads costs more than they save.
@@ -60,14 +67,13 @@ template <class Params>
 cpu::Parallel threads_for(const Params& p) {
   constexpr double kSerialFlops = 5e5;
   const Sizes& z = p.sizes;
-  const auto rows = [&](const Sizes& own) {
-    return double(own.seqlen_q == 0 ? 0 : std::max(own.seqlen_q, least_rows(p)));
+  const auto pairs_of = [&](const Sizes& own) {
+    if (own.seqlen_q == 0 || own.seqlen_k == 0) return 0.0;
+    return double(std::max(own.seqlen_q, least_rows(p))) * std::max(own.seqlen_k, least_keys(p));
   };
-  double pairs = p.varlen ? 0.0 : z.batch * rows(z) * z.seqlen_k;
-  for (int64_t b = 0; p.varlen && b < z.batch; ++b) {
-    const Sizes own = of_sequence<AttentionParams>(p, b).sizes;
-    pairs += rows(own) * own.seqlen_k;
-  }
+  double pairs = p.varlen ? 0.0 : z.batch * pairs_of(z);
+  for (int64_t b = 0; p.varlen && b < z.batch; ++b)
+    pairs += pairs_of(of_sequence<AttentionParams>(p, b).sizes);
   const double flops = ForParams::products(p) * pairs * double(z.heads) * (z.head_dim + z.head_dim_v);
   const bool serial = flops < kSerialFlops || at::in_parallel_region();
   return {serial ? 1 : at::get_num_threads(), run_on_torch_threads};
@@ -99,7 +105,7 @@ class Workspace {
   }
 
  private:
-  static constexpr size_t kSmall = 65536;
+  static constexpr size_t kSmall = 256 * 1024;
   struct alignas(Arena::kAlignment) Small {
     char bytes[kSmall];
   };
