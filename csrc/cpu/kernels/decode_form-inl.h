@@ -18,6 +18,7 @@ struct DecodeForm {
   const AttentionParams& p;
   int64_t rows, keys;  // of the tile
   bool byte_lanes;     // decode_byte_lanes-inl.h has a form for the rows
+  bool byte_values;    // the form has products of values, too
 
   using Operands = ManyRowsOperands<In, T>;
   const Sizes& z = p.sizes;
@@ -32,6 +33,7 @@ struct DecodeForm {
 #endif
   const bool has_blocks = all_at_once && uses_lane_blocks<T>(rows), is_panel = all_at_once && !has_blocks;
   const bool has_byte_lanes = kHasByteLanes<In> && all_at_once && byte_lanes;
+  const bool has_byte_values = has_byte_lanes && byte_values;
 
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
   bool reads_keys_again() const { return has_blocks && rows_of_block<In, T>(rows) < rows; }
@@ -58,7 +60,7 @@ struct DecodeForm {
     return (has_byte_lanes ? 0 : widening()) + has_two_parts;
   }
   int log2_of_value_lines() const {
-    const int wider = has_byte_lanes && dtype == CacheDType::kInt8 ? 0 : widening();
+    const int wider = has_byte_values ? 0 : widening();
     if (FA_VECTOR_BYTES < 64 || !reads_values_again()) return wider;
     // Each reading prefetches a part of the rows, because many prefetches at once wait for each other. More parts would be less
     // than a cache line, and lines() is slow for less than a line.

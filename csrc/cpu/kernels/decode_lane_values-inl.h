@@ -9,7 +9,7 @@ template <class In, class T>
 struct WideValues {
   using E = T;
   using Sum = Vec<T>;
-  static constexpr int kKeys = 1, kVectors = 1;
+  static constexpr int kKeys = 1, kVectors = 1, kColumnsOfElement = 1;
   // Loads `cols` columns, at most kVectors vectors, of the key and the next kKeys - 1 keys.
   FA_INLINE static void load(const In* v, int64_t, bool, int64_t cols, Vec<T>* value) {
     value[0] = load_columns<T>(v, cols);
@@ -30,7 +30,7 @@ template <>
 struct WideValues<BFloat16, float> {
   using E = float;
   using Sum = F32;
-  static constexpr int kKeys = 1, kVectors = 2;
+  static constexpr int kKeys = 1, kVectors = 2, kColumnsOfElement = 1;
   FA_INLINE static void load(const BFloat16* v, int64_t, bool, int64_t cols, F32* value) {
     constexpr int64_t kMost = 2 * kLanes<float>;
     BFloat16 buffer[kMost];
@@ -56,21 +56,8 @@ struct KeysOfLanes {
   }
 };
 
-// Rounds P^T, [keys][lanes], to pairs of keys, [keys / 2][lanes]. `keys` is a multiple of kChunkRows. round_pair(x, y) rounds
-// two vectors to pairs. The order of the rows is the same in both.
-template <class RoundPair>
-FA_INLINE void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to,
-                          const RoundPair& round_pair) {
-  constexpr int L = kLanes<float>;
-  const KeysOfLanes key(lanes);
-  for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
-    const F32 first = load<float>(probs + n), second = load<float>(probs + n + L);
-    store_elements(to + n / 2,
-                   round_pair(pick<float>(first, second, key.even), pick<float>(first, second, key.odd)));
-  }
-}
-
-// As pair_lanes(), for factor * P and bfloat16: writes the pairs of two vectors. write_probs() calls it. The pairs may replace P.
+// Rounds factor * P^T, [keys][lanes], to pairs of keys, [keys / 2][lanes]: writes the pairs of two vectors. The order of the rows
+// is the same in both. write_probs() calls it. The pairs may replace P.
 class LanePairs {
  public:
 #if defined(FA_PERMUTE16)
@@ -108,7 +95,7 @@ template <class In, class SumOfPairs>
 struct PairValues {
   using E = Pair;
   using Sum = SumOfPairs;
-  static constexpr int kKeys = 2, kVectors = 2;
+  static constexpr int kKeys = 2, kVectors = 2, kColumnsOfElement = 1;
   FA_INLINE static void load(const In* v, int64_t stride, bool is_last, int64_t cols, U32* value) {
     interleave(load_pairs(v, cols), is_last ? U32{} : load_pairs(v + stride, cols), value[0], value[1]);
   }
@@ -122,7 +109,8 @@ template <class E>
 struct LaneProbs {
   const E* data;
   int64_t lanes;
-  const float* units = nullptr;  // [lanes]   only of integers: the unit of each row
+  const float* units = nullptr;     // [lanes]   only of integers: the unit of each row
+  const int32_t* starts = nullptr;  // [lanes]   the first sum of each row; null: 0
 };
 
 // Sums of P V in registers. Two vectors of V and one of P need registers, too. 8 sums would be just enough to hide the
@@ -156,23 +144,28 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
                                  const Rows<In>* chunk, int64_t c, int64_t keys, T* out, int64_t ldo,
                                  Prefetcher& ahead) {
   constexpr int L = kLanes<T>, kCols = Values::kVectors * L, kVectors = NV * Values::kVectors;
+  constexpr int kElements = kCols / Values::kColumnsOfElement;
   // Keys between two prefetches, with at most 8 lines. A prefetch takes as long as the products of a key.
-  constexpr int kFewKeys = std::max<int>(std::min<int>(512 / (NV * kCols * sizeof(In)), 4), Values::kKeys);
+  constexpr int kFewKeys =
+      std::max<int>(std::min<int>(512 / (NV * kElements * sizeof(In)), 4), Values::kKeys);
   typename Values::Sum sum[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-    for (int n = 0; n < kVectors; ++n) sum[r][n] = typename Values::Sum{};
+    for (int n = 0; n < kVectors; ++n) {
+      sum[r][n] = typename Values::Sum{};
+      if constexpr (Values::kColumnsOfElement > 1) sum[r][n] += probs.starts[row + r];
+    }
   const typename Values::E* p = probs.data + row;
   for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows, ++chunk) {
-    const In* v = chunk->data + c;
-    const int64_t stride = chunk->stride, cols = NV > 1 ? kCols : chunk->cols - c,
+    const In* v = chunk->data + c / Values::kColumnsOfElement;
+    const int64_t stride = chunk->stride, cols = NV > 1 ? kCols : chunk->cols * Values::kColumnsOfElement - c,
                   count = std::min(kChunkRows, keys - j0);
     const auto add = [&](bool is_last) FA_INLINE_LAMBDA {
       decltype(load_elements(p)) value[kVectors];
 #pragma GCC unroll 16
       for (int n = 0; n < NV; ++n)
-        Values::load(v + n * kCols, stride, is_last, cols, value + n * Values::kVectors);
+        Values::load(v + n * kElements, stride, is_last, cols, value + n * Values::kVectors);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const auto prob = broadcast_element(p + r);
@@ -183,7 +176,7 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
       p += probs.lanes;
     };
     for (int64_t j = 0; j < count; j += kFewKeys) {
-      ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
+      ahead.lines(lines_of<In>(kFewKeys * NV * kElements));
       // The other loop is not unrolled: it has partial vectors, or waits for multiply-adds of many rows.
       const bool is_unrolled = NV == widest_block<Values>(R) || R <= 4;
       if (is_unrolled && cols >= kCols && j + kFewKeys <= count) {
@@ -215,7 +208,7 @@ void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, co
                      int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
   constexpr int kWide = widest_block<Values>(R);
   constexpr int kCols = Values::kVectors * kLanes<T>;
-  const int64_t cols = chunk->cols;
+  const int64_t cols = chunk->cols * Values::kColumnsOfElement;
   int64_t c = 0;
   if constexpr (kWide > 1)
     for (; c + kWide * kCols <= cols; c += kWide * kCols)

@@ -31,7 +31,8 @@ struct DecodeTile {
   const int64_t rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
   const int64_t lanes = lanes_of<T>(rows);  // if all rows are multiplied at once
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
-  const DecodeForm<In, T> form{p, rows, keys, s.byte_lanes.multiplies(rows)};
+  const DecodeForm<In, T> form{p, rows, keys, s.byte_lanes.multiplies(rows),
+                               s.byte_lanes.multiplies_values(rows)};
   // If only the band hides keys, and only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
   const bool only_band_hides = !p.mask && !p.functions;
   const bool stays_transposed =
@@ -66,7 +67,7 @@ struct DecodeTile {
           s.multiplied[n] = s.nibbles.keys_of(slot + n).load(p, cache.k_groups, s.nibbles.of_key,
                                                              heads.first + n, j0, keys);
       if constexpr (kHasByteLanes<In>)
-        if (cache.dtype == CacheDType::kInt4 && form.byte_lanes)
+        if (cache.dtype == CacheDType::kInt4 && form.has_byte_lanes)
           s.multiplied[n] =
               load_scales(p, cache.k_groups, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
     }
@@ -129,11 +130,13 @@ struct DecodeTile {
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
     if constexpr (DecodeNibbles::kExists<In>)
       if (form.is_int4) s.multiplied[n] = s.nibbles.load_values(p, h_kv, j0, keys);
+    if constexpr (kHasByteLanes<In>)
+      if (cache.dtype == CacheDType::kInt4 && form.has_byte_values)
+        s.multiplied[n] = load_scales(p, cache.v_groups, h_kv, j0, keys, ld, s.value_factors + n * ld);
     if (stays_transposed) {
       softmax_of_lanes(n, r);
       const bool as_bytes = multiplies_byte_lanes(n, cache.v_scale);
-      const bool is_constant_of_bytes = has_constant_factor(cache.v_scale) && as_bytes;  // multiplies O
-      if (s.multiplied[n] && !is_constant_of_bytes && !pairs_probs(n))
+      if (s.multiplied[n] && !as_bytes && !pairs_probs(n))
         multiply_keys_of_lanes(n, s.value_factors + n * ld);
       s.added[n] = may_mask() && !as_bytes && !values_are_finite(n, values);
       if (s.added[n]) add_values_not_finite(n, values, r);
@@ -260,19 +263,21 @@ struct DecodeTile {
       transpose_chunk(chunk, count, scores_of(n) + j);
     }
   }
-  // O += P V for int8 values from key `first` of the tile on.
+  // O += P V for int8 or int4 values from key `first` of the tile on.
   void add_byte_values(int64_t n, const TileSource& source, int64_t first, int64_t count,
                        const SplitResult<T>& r, Prefetcher& ahead) const {
     if constexpr (kHasByteLanes<In>) {
+      const bool is_each_key = s.multiplied[n] && stays_transposed && !has_constant_factor(cache.v_scale);
+      const T* factors = is_each_key ? s.value_factors + n * ld + first : nullptr;
       Rows<int8_t> v[kTileChunks];
       for (int64_t j = 0; j < count; j += kChunkRows)
         v[j / kChunkRows] =
             byte_rows(p, p.v, source, heads.first + n, j0, first + j, std::min(kChunkRows, count - j),
-                      z.head_dim_v, s.byte_lanes.copy + j * z.head_dim_v);
+                      s.byte_lanes.value_bytes, s.byte_lanes.copy + j * s.byte_lanes.value_bytes);
       s.byte_lanes.add_values(
           s.products.many,
           {scores_of(n), stays_transposed ? lanes : ld, stays_transposed, nullptr, first, padded_keys},
-          value_factor(n), rows, v, count, r.out, d_v, ahead);
+          value_factor(n), factors, rows, v, count, r.out, d_v, ahead);
     }
   }
   // scores[row][j] = S^T of a chunk.
