@@ -148,7 +148,7 @@ struct ByteLanes {
   Pair* probs;   // [block_k / 2][lanes]   P^T of a block of rows as int16
   int64_t block_bytes, cols, key_bytes, value_bytes;
   int planes;
-  bool has_values;  // the values have a form, too
+  bool has_values;  // products of integers exist for V, too
 
   static ByteLanes allocate(Arena& arena, const AttentionParams& p, int64_t heads, int64_t block_k) {
     ByteLanes b{};
@@ -179,7 +179,7 @@ struct ByteLanes {
   bool multiplies(int64_t rows) const {
     return q && rows <= kMostRows && fills_lanes<float>(rows) && uses_lane_blocks<float>(rows);
   }
-  // Whether products of integers multiply the values, too. Each group of rows would convert nibbles again.
+  // Whether V is multiplied as integers, too. Each group of rows widens nibbles again, so several groups do not pay.
   bool multiplies_values(int64_t rows) const {
     return multiplies(rows) && has_values && (planes == 1 || rows <= kMostValueRows);
   }

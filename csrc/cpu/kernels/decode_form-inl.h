@@ -18,7 +18,7 @@ struct DecodeForm {
   const AttentionParams& p;
   int64_t rows, keys;  // of the tile
   bool byte_lanes;     // decode_byte_lanes-inl.h has a form for the rows
-  bool byte_values;    // the form has products of values, too
+  bool byte_values;    // and one for their product with V
 
   using Operands = ManyRowsOperands<In, T>;
   const Sizes& z = p.sizes;
