@@ -275,7 +275,8 @@ inline void decode_softmax_part_of_vector(T* scores, int64_t keys, int64_t padde
   for (int64_t r = 0; r < rows; ++r) {
     row_sum[r] = row_sum[r] * factors[r] + sums[r];
     row_max[r] = maxima[r];
-    if (factors[r] != T(1)) multiply_row<T>(out + r * d_v, factors[r], d_v);
+    if (old_max[r] != kNegInf<T> && factors[r] != T(1))  // otherwise O is 0
+      multiply_row<T>(out + r * d_v, factors[r], d_v);
   }
 }
 

@@ -48,18 +48,15 @@ const auto& kernels_of(const Params& params) {
 }
 const auto& kernels_of(const Int8Params&) { return cpu::int8_kernels().forward; }
 
-// Fewer rows than this take as long as this many: the kernels read all keys anyway, or pad their vectors.
-int64_t least_rows(const AttentionParams&) { return 8; }
-int64_t least_rows(const BackwardParams&) { return 4; }
+// The least rows and keys of a head: fewer take as long, because the kernels pad their vectors.
+struct LeastSizes {
+  int64_t rows, keys;
+};
+LeastSizes least_sizes(const AttentionParams&) { return {4, 16}; }
+LeastSizes least_sizes(const BackwardParams&) { return {4, 16}; }
 template <class Params>
-int64_t least_rows(const Params&) {
-  return 16;
-}
-// The same for keys.
-int64_t least_keys(const BackwardParams&) { return 16; }
-template <class Params>
-int64_t least_keys(const Params&) {
-  return 1;
+LeastSizes least_sizes(const Params&) {
+  return {16, 1};
 }
 
 // A small call runs on the calling thread: below about 5 us of work, waking other threads costs more than they save.
@@ -69,7 +66,8 @@ cpu::Parallel threads_for(const Params& p) {
   const Sizes& z = p.sizes;
   const auto pairs_of = [&](const Sizes& own) {
     if (own.seqlen_q == 0 || own.seqlen_k == 0) return 0.0;
-    return double(std::max(own.seqlen_q, least_rows(p))) * std::max(own.seqlen_k, least_keys(p));
+    const LeastSizes least = least_sizes(p);
+    return double(std::max(own.seqlen_q, least.rows)) * std::max(own.seqlen_k, least.keys);
   };
   double pairs = p.varlen ? 0.0 : z.batch * pairs_of(z);
   for (int64_t b = 0; p.varlen && b < z.batch; ++b)
