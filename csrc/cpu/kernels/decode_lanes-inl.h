@@ -344,7 +344,7 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
   for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows) {
     const int64_t count = std::min(kChunkRows, keys - j0);
     Tile<E> chunk{k.data + j0 * k.ld, k.ld};
-    const bool is_one = count == 1;  // it is all keys of its block; the softmax reads only the first
+    const bool is_one = count == 1;  // a block multiplies this key kDotSums times; only one result is read
     const bool is_partial = count % kDotSums != 0 && !is_one;  // a block may not read past the last key
     const bool is_copy = k.data == copy;
     if (is_one) {
