@@ -177,7 +177,7 @@ def flash_attn(
     has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     of_float8 = not (q_descale is None and k_descale is None and v_descale is None and out_dtype is None)
     if of_float8 or quantize is not None or key_indices is not None or key_block_indices is not None:
-        return _by_another_operator(locals())
+        return _not_ordinary(locals())
     band_causal, lower_right, left, right = is_causal, False, None, None
     aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
     if causal is not None or window is not None or aligned:
@@ -193,9 +193,9 @@ def flash_attn(
             ),
             (score_mod, mask_mod, block_mask),
         )  # fmt: skip
-        return _with_functions(locals()) if result is None else result
+        return _not_ordinary(locals()) if result is None else result
     if is_compiling():  # torch.compile traces the operator itself
-        return _of_other_tensors(locals())
+        return _not_ordinary(locals())
     try:
         result = _ops.attention_if_ordinary(
             enable_gqa, return_lse,
@@ -203,7 +203,7 @@ def flash_attn(
             scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
             num_splits, unified_max, same_bits,
         )  # fmt: skip
-        return _of_other_tensors(locals()) if result is None else result
+        return _not_ordinary(locals()) if result is None else result
     except ValueError as error:
         raise with_layout_hint(error, _tensors_of(locals())) from None
 
@@ -227,10 +227,21 @@ def _options_of(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[variable] for name, variable in _VARIABLES_OF_OPTIONS}
 
 
-def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+def _not_ordinary(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """Runs a call of flash_attn that is not ordinary. ``given``: the local variables of flash_attn."""
-    if _is_float8(given):
+    if _float8.is_float8(given["query"], *(given[name] for name in OF_FLOAT8)):
         return _run_by(_float8.attend_dense, given)
+    if given["quantize"] is not None:
+        return _run_by(_int8.attend, given)
+    if given["key_indices"] is not None or given["key_block_indices"] is not None:
+        if given["has_functions"]:
+            raise NotImplementedError("key_indices, key_block_indices: got one with a function; allowed: neither")
+        return _by_index(given)
+    return _with_functions(given) if given["has_functions"] else _of_other_tensors(given)
+
+
+def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs flash_attn without functions and indices. ``given``: the local variables of flash_attn."""
     tensors, options = _tensors_of(given), _options_of(given)
     if has_torch_function_variadic(*(t for name, t in tensors.items() if name != "rng_state")):
         return _through_torch_function({name: given[name] for name in _PARAMETERS})
@@ -246,25 +257,8 @@ def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     return (out, lse) if return_lse else out
 
 
-def _is_float8(given: dict[str, Any]) -> bool:
-    return _float8.is_float8(given["query"], *(given[name] for name in OF_FLOAT8))
-
-
-def _by_another_operator(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs a call of flash_attn with an argument of another operator. ``given``: the local variables of flash_attn."""
-    if _is_float8(given):
-        return _run_by(_float8.attend_dense, given)
-    if given["quantize"] is not None:
-        return _run_by(_int8.attend, given)
-    if given["has_functions"]:
-        raise NotImplementedError("key_indices, key_block_indices: got one with a function; allowed: neither")
-    return _by_index(given)
-
-
 def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs a call with functions that is not ordinary. ``given``: the local variables of flash_attn."""
-    if _is_float8(given):
-        return _run_by(_float8.attend_dense, given)
+    """Runs flash_attn with functions. ``given``: the local variables of flash_attn."""
     arguments = {name: given[name] for name in _PARAMETERS if name not in FUNCTIONS}
     functions = {name: given[name] for name in FUNCTIONS}
     if is_causal_bias(arguments["attn_mask"]):

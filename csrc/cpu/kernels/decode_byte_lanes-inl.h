@@ -14,6 +14,7 @@
 
 #include "decode_many_rows-inl.h"
 #include "int16_rows-inl.h"
+#include "softmax-inl.h"
 
 #if defined(FA_DOT_BYTES)
 
@@ -110,24 +111,7 @@ inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int
   return sum_lanes<float>(probe) == 0.0f;
 }
 
-// The factors of the keys in a vector of P^T, [keys][lanes], from element `n` on.
-class KeyFactors {
- public:
-  KeyFactors(const float* factors, int64_t lanes) : factors_(factors), log2_(__builtin_ctzll(lanes)) {
-    for (int i = 0; i < kLanes<float>; ++i) key_of_lane_[i] = i >> log2_;
-  }
-  FA_INLINE F32 of(int64_t n) const {
-    constexpr int64_t L = kLanes<float>;
-    const int64_t j = n >> log2_;
-    const F32 some = load<float>(factors_ + j / L * L);
-    return pick<float>(some, some, key_of_lane_ + static_cast<int>(j % L));
-  }
-
- private:
-  const float* factors_;
-  int log2_;
-  VecIndex<float> key_of_lane_;
-};
+// In place of KeyFactors.
 struct NoFactors {
   static float of(int64_t) { return 1.0f; }
 };
@@ -232,7 +216,7 @@ struct ByteLanes {
       float units[kLanes<float>];
       int32_t starts[kLanes<float>];
       const float* p = many.block_of(all, first, count, keys);
-      factors ? round_probs(p, KeyFactors(factors, lanes), whole, lanes, factor, units)
+      factors ? round_probs(p, KeyFactors<float>(factors, lanes), whole, lanes, factor, units)
               : round_probs(p, NoFactors{}, whole, lanes, factor, units);
       const auto add = [&](auto values, const int32_t* from) {
         add_values_of_lanes<decltype(values)>({probs, lanes, units, from}, count, v, keys, out + first * ldo,

@@ -110,7 +110,7 @@ struct LaneProbs {
   const E* data;
   int64_t lanes;
   const float* units = nullptr;     // [lanes]   only of integers: the unit of each row
-  const int32_t* starts = nullptr;  // [lanes]   the first sum of each row; null: 0
+  const int32_t* starts = nullptr;  // [lanes]   only of int4: the first sum of each row
 };
 
 // Sums of P V in registers. Two vectors of V and one of P need registers, too. 8 sums would be just enough to hide the

@@ -90,8 +90,7 @@ struct TileGroups {
   template <class Number>
   F32 load_run(const Number* scale, int64_t stride_scale, const Number* zero, int64_t stride_zero,
                int64_t count, int64_t first, int64_t end) const {
-    constexpr int64_t kRowsAhead =
-        16;  // the numbers of a head are far apart, and no other loop prefetches them
+    constexpr int64_t kRowsAhead = 16;  // numbers of a head are far apart; no other loop prefetches them
     float *scale_to = scales + first * count, *product_to = zero ? products + first * count : nullptr;
     F32 probe = {};
     for (int64_t n = first; n < end; ++n, scale += stride_scale, scale_to += count) {
