@@ -251,21 +251,27 @@ struct ByteLanes {
     }
   }
 
+  // Writes the low and the high byte of every kStride-th word. Without __restrict bytes may alias anything, so the compiler
+  // would use no vectors.
+  template <int kStride>
+  static void split_words(const int16_t* __restrict words, int64_t count, int8_t* __restrict low,
+                          int8_t* __restrict high) {
+    for (int64_t c = 0; c < count; ++c) {
+      const int16_t x = words[c * kStride];
+      low[c] = static_cast<int8_t>(x);
+      high[c] = static_cast<int8_t>((x + 128) >> 8);
+    }
+  }
+
   // Rounds a row of q to bytes. Returns its unit.
   template <int kPlanes>
   float round_query(const BFloat16* from) const {
     for (int64_t c = 0; c < cols; c += kLanes<float>)
       store<float>(widened + c, load_columns<float>(from + c, cols - c));
     const float unit = round_row(widened, cols, kLargest, rounded);
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      int8_t *high = bytes + plane * 2 * key_bytes, *low = high + key_bytes;
-      const int16_t* own = rounded + plane;
-      for (int64_t c = 0; c < key_bytes; ++c) {
-        const int16_t x = own[c * kPlanes];
-        low[c] = static_cast<int8_t>(x);
-        high[c] = static_cast<int8_t>((x + 128) >> 8);
-      }
-    }
+    for (int plane = 0; plane < kPlanes; ++plane)
+      split_words<kPlanes>(rounded + plane, key_bytes, bytes + (2 * plane + 1) * key_bytes,
+                           bytes + 2 * plane * key_bytes);
     return unit;
   }
 
