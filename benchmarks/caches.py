@@ -5,7 +5,8 @@ token" for each token and head. int4 has a float16 scale for each token and head
 groups of 32 with zero points. Pages of 16 rows are in a random order.
 
 The calls alternate in a random order. A number is the mean of the medians of several placements. A placement has new
-tensors, because the time of a cache depends on its place in memory.
+tensors, because the time of a cache depends on its place in memory. Before each call, "memory" reads 256 MB of other
+memory, as the other layers of a model do. "repeated" runs the same call once, so a cache that fits is in L3.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from flash_attn_ext import flash_attn_with_kvcache, quantize_int4
 
 D, PAGE, GROUP = 128, 16, 32
 SHAPES = ("4,32,32,2048", "8,32,8,4096", "4,64,8,4096", "1,32,8,4096", "1,64,8,4096")
+FITS = 32 << 20  # bytes of a bfloat16 cache that may fit into L3
 Caches = dict[str, torch.Tensor]
 
 
@@ -43,8 +45,8 @@ def in_pages(k: torch.Tensor, v: torch.Tensor) -> Caches:
     batch, keys, heads, _ = k.shape
     pages = batch * keys // PAGE
     return {
-        "k_cache": k.view(pages, PAGE, heads, D),
-        "v_cache": v.view(pages, PAGE, heads, D),
+        "k_cache": k.clone().view(pages, PAGE, heads, D),  # a cache of its own, so no other call has just read it
+        "v_cache": v.clone().view(pages, PAGE, heads, D),
         "block_table": torch.randperm(pages, dtype=torch.int32).view(batch, -1),
         "cache_seqlens": torch.full((batch,), keys, dtype=torch.int32),
     }
@@ -63,19 +65,26 @@ FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor], Caches]] = {
 }
 
 
-def measure(shape: str, seconds: float, placements: int) -> list[str]:
-    """``shape``: B, H, H_kv and S_k."""
+def measure(shape: str, seconds: float, placements: int) -> list[list[str]]:
+    """Returns a row of the table for each state of the caches. ``shape``: B, H, H_kv and S_k."""
     batch, heads, heads_kv, keys = map(int, shape.split(","))
-    medians = []
-    for _ in range(placements):
-        q = torch.randn(batch, 1, heads, D).bfloat16()
-        k, v = torch.randn(2, batch, keys, heads_kv, D).bfloat16()
-        caches = [make(k, v) for make in FORMATS.values()]
-        calls = [lambda q=q, own=own: flash_attn_with_kvcache(q, **own) for own in caches]
-        times = time_in_turn(calls, seconds=seconds / placements, rounds=(5, 2000), shuffle=True)
-        medians.append([statistics.median(t) for t in times])
-    base, *others = (statistics.mean(each) for each in zip(*medians, strict=True))
-    return [shape, f"{base * 1e3:.2f}", *(f"{other / base:.2f}" for other in others)]
+    others = torch.ones(64 << 20)
+    states = {"memory": lambda _: others.sum()}
+    if 4 * batch * keys * heads_kv * D <= FITS:
+        states["repeated"] = lambda call: call()
+    rows = []
+    for state, before in states.items():
+        medians = []
+        for _ in range(placements):
+            q = torch.randn(batch, 1, heads, D).bfloat16()
+            k, v = torch.randn(2, batch, keys, heads_kv, D).bfloat16()
+            caches = [make(k, v) for make in FORMATS.values()]
+            calls = [lambda q=q, own=own: flash_attn_with_kvcache(q, **own) for own in caches]
+            times = time_in_turn(calls, seconds=seconds / placements, rounds=(5, 2000), before=before, shuffle=True)
+            medians.append([statistics.median(t) for t in times])
+        base, *ratios_of = (statistics.mean(each) for each in zip(*medians, strict=True))
+        rows.append([shape, state, f"{base * 1e3:.2f}", *(f"{time / base:.2f}" for time in ratios_of)])
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -89,10 +98,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     with torch.no_grad():
-        rows = [measure(shape, args.seconds, args.placements) for shape in args.shapes]
+        rows = [row for shape in args.shapes for row in measure(shape, args.seconds, args.placements)]
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
     title = f"A decode step: time divided by the time of the bfloat16 cache: {about}"
-    output.write_text([title, output.table(["B,H,H_kv,S_k", *FORMATS], rows)], args.text)
+    output.write_text([title, output.table(["B,H,H_kv,S_k", "caches", *FORMATS], rows)], args.text)
 
 
 if __name__ == "__main__":
