@@ -14,6 +14,8 @@ NO_WINDOW = ((-1, -1), (None, None))
 
 def whole_number(name: str, value: object) -> int | None:
     """Returns an int. Allows numpy numbers and tensors with one element, because flash-attention's tests pass them."""
+    if type(value) is int:  # the usual case is first: isinstance() of an abstract class takes longer than all else
+        return value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and value.dtype != torch.bool:
         return int(value)
     if isinstance(value, torch.SymInt) or value is None:

@@ -83,6 +83,7 @@ dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 # Arguments: enable_gqa, return_lse, and the tensors and options of the operator in its schema's order.
 attention_if_ordinary = _C.attention_if_ordinary
 flex_if_ordinary = _C.flex_if_ordinary
+varlen_if_ordinary = _C.varlen_if_ordinary
 # Arguments: a list of tensors, the positions of captured floats and ints, and the dtype of the accumulators.
 captured_rows_if_ordinary = _C.captured_rows_if_ordinary
 # Calls on caches, CPU only. If a call is not ordinary, they write nothing and return None.

@@ -30,15 +30,23 @@ def operator_options(
 ) -> dict[str, object]:
     """Returns the operator's options, by name, for arguments of :func:`flash_attn`. Types are not checked yet."""
     options = same_in_both
-    options["causal"], options["attention_chunk"] = is_causal, attention_chunk
-    aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
-    if causal is not None or window is not None or aligned:
-        options.update(zip(BAND, band(causal, is_causal, window, aligned), strict=True))
+    options["attention_chunk"] = attention_chunk
+    options |= zip(BAND, band_of(causal, is_causal, window, alibi_slopes, attention_chunk), strict=True)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     return options
 
 
 BAND = ("causal", "lower_right", "window_left", "window_right")
+
+
+def band_of(
+    causal: str | None, is_causal: bool, window: object, alibi_slopes: Tensor | None, attention_chunk: object
+) -> tuple[bool, bool, int | None, int | None]:
+    """Returns the options BAND for arguments of :func:`flash_attn`."""
+    aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
+    if causal is None and window is None and not aligned:
+        return is_causal, False, None, None
+    return band(causal, is_causal, window, aligned)
 
 
 def band(

@@ -1,14 +1,17 @@
 """flash_attn_varlen: attention on packed sequences of different lengths, without padding."""
 
-from typing import TYPE_CHECKING
+import inspect
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
+from torch.compiler import is_compiling
 
 from . import _float8, _ops
 from ._attend import attend
-from ._call import FUNCTIONS, INDICES, Call, take
+from ._call import FUNCTIONS, INDICES, OF_FLOAT8, Call, take
 from ._indexed import KeyNumbers, refuse_dtensors
 from ._indexed_packed import attend_packed
+from ._options import band_of
 from ._second_query import without_second_query
 from .flex.attention import run_packed_with_functions
 
@@ -117,18 +120,46 @@ def flash_attn_varlen(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
-    if _float8.is_float8(query, q_descale, k_descale, v_descale, out_dtype):
-        out, lse = _float8.attend_packed(locals())
+    if (
+        qv is None and score_mod is None and mask_mod is None and block_mask is None
+        and key_indices is None and key_block_indices is None
+        and q_descale is None and k_descale is None and v_descale is None and out_dtype is None
+        and not is_compiling()  # torch.compile traces the operator itself
+    ):  # fmt: skip
+        band_causal, lower_right, left, right = band_of(causal, is_causal, window, alibi_slopes, attention_chunk)
+        result = _ops.varlen_if_ordinary(
+            enable_gqa, return_lse,
+            query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            rng_state,
+            scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
+            num_splits, unified_max,
+            are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+            max_seqlen_q, max_seqlen_k,
+        )  # fmt: skip
+        if result is not None:
+            return result
+    return _not_ordinary(locals())
+
+
+_PARAMETERS = tuple(inspect.signature(flash_attn_varlen).parameters)
+
+
+def _not_ordinary(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs a call of flash_attn_varlen that is not ordinary. ``given``: its local variables."""
+    given = {name: given[name] for name in _PARAMETERS}
+    return_lse = given["return_lse"]
+    if _float8.is_float8(given["query"], *(given[name] for name in OF_FLOAT8)):
+        out, lse = _float8.attend_packed(given)
         return (out, lse) if return_lse else out
-    given = without_second_query(locals())
+    given = without_second_query(given)
     numbers = KeyNumbers.from_arguments(**take(given, (*INDICES, "key_block_size")))
     functions = take(given, FUNCTIONS)
     call = Call.from_arguments(_ops.VARLEN, **given)
-    if score_mod is None and mask_mod is None and block_mask is None:
+    if all(function is None for function in functions.values()):
         if numbers is None:
             out, lse = attend(call)
         else:
-            refuse_dtensors(numbers, query, key, value)
+            refuse_dtensors(numbers, *(call.tensors[name] for name in ("query", "key", "value")))
             out, lse = attend_packed(call, numbers)
     elif numbers is None:
         out, lse = run_packed_with_functions(call, functions)

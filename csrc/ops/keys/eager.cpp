@@ -4,6 +4,7 @@
 
 #include "../autograd/autograd_calls.h"
 #include "../flex/flex.h"
+#include "../packed/varlen.h"
 #include "from_python.h"
 #include "ordinary.h"
 
@@ -15,12 +16,19 @@ namespace {
 bool is_ordinary_tensor(PyObject* object, const TensorRule& rule) {
   if (object == Py_None) return true;
   if (!is_dense_tensor(object) || c10::isFloat8Type(THPVariable_Unpack(object).scalar_type())) return false;
-  const bool any_dim = rule.shape.kind == Shape::kMaybeBatched || rule.shape.kind == Shape::kSeedOffset ||
-                       rule.shape.kind == Shape::kCheckedByOperator;
-  return any_dim || THPVariable_Unpack(object).dim() == rule.shape.count;
+  const int64_t dim = THPVariable_Unpack(object).dim();
+  switch (rule.shape.kind) {
+    case Shape::kMaybeBatched:
+    case Shape::kSeedOffset:
+    case Shape::kPerSequence:
+    case Shape::kCheckedByOperator: return true;
+    case Shape::kPackedMask: return dim != 2;  // Python adds a dimension
+    default: return dim == rule.shape.count;
+  }
 }
 
 // Whether no tensor needs broadcasting or padding.
+bool fits(const VarlenTensors& t, bool enable_gqa) { return enable_gqa || t.query.size(1) == t.key.size(1); }
 template <class Tensors>
 bool fits(const Tensors& t, bool enable_gqa) {
   const auto batch = t.query.size(0), heads = t.query.size(1), heads_kv = t.key.size(1);
@@ -85,5 +93,6 @@ PyMethodDef method(const char* name) {
 
 PyMethodDef kAttentionIfOrdinary = method<Attention>("attention_if_ordinary");
 PyMethodDef kFlexIfOrdinary = method<AttentionFlex>("flex_if_ordinary");
+PyMethodDef kVarlenIfOrdinary = method<AttentionVarlen>("varlen_if_ordinary");
 
 }  // namespace flash_attn_ext

@@ -10,7 +10,8 @@ namespace flash_attn_ext {
 // see the call. It also returns None if an argument does not have the operator's form: is_ordinary_tensor() in eager.cpp.
 // Python then calls torch.ops, which raises the errors.
 extern PyMethodDef kAttentionIfOrdinary;
-extern PyMethodDef kFlexIfOrdinary;  // the same for attention_flex
+extern PyMethodDef kFlexIfOrdinary;    // the same for attention_flex
+extern PyMethodDef kVarlenIfOrdinary;  // the same for attention_varlen
 
 // eager_cache.cpp: calls on caches, CPU only. Each function returns None if the call is not ordinary, before it writes.
 //   kvcache_if_ordinary      the arguments of flash_attn_with_kvcache that a decode step has. Returns out or (out, lse)

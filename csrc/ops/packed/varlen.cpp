@@ -26,7 +26,8 @@ class DenseViews {
     if (dense.kind == Shape::kBroadcast && t.dim() == 3) return t.unsqueeze(0);
     if (dense.kind != Shape::kExact) return t;
     if (dense.count == 3) return t.unsqueeze(0);
-    return t.transpose(0, 1).unsqueeze(0).expand({sequences_, -1, -1, -1});
+    return t.as_strided({sequences_, t.size(1), t.size(0), t.size(2)},
+                        {0, t.stride(1), t.stride(0), t.stride(2)});
   }
   OptionalTensor of(const Shape& dense, const OptionalTensor& t) const {
     return t ? OptionalTensor(of(dense, *t)) : t;
