@@ -121,9 +121,8 @@ def flash_attn_varlen(
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
     if (
-        qv is None and score_mod is None and mask_mod is None and block_mask is None
-        and key_indices is None and key_block_indices is None
-        and q_descale is None and k_descale is None and v_descale is None and out_dtype is None
+        qv is score_mod is mask_mod is block_mask is key_indices is key_block_indices is None
+        and q_descale is k_descale is v_descale is out_dtype is None
         and not is_compiling()  # torch.compile traces the operator itself
     ):  # fmt: skip
         band_causal, lower_right, left, right = band_of(causal, is_causal, window, alibi_slopes, attention_chunk)

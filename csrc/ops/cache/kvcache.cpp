@@ -49,12 +49,9 @@ Packed<AttentionCache> AttentionCache::pack(const Tensors& given, const Options&
   const CacheTensors& in = packed.tensors;
   const int64_t sequences = in.cu_seqlens_q.size(0) - 1;
   const bool by_row = in.tree_mask && in.tree_mask->dim() == 3;
-  auto dense_view = [&](const at::Tensor& rows) {  // batch stride 0, as in packed/varlen.cpp
-    return rows.transpose(0, 1).unsqueeze(0).expand({sequences, -1, -1, -1});
-  };
 
   AttentionTensors dense;
-  dense.query = dense_view(in.query);
+  dense.query = dense_view(in.query, sequences);
   dense.key = in.key.transpose(1, 2);
   dense.value = in.value.transpose(1, 2);
 #define FA_COPY(name, ...) dense.name = in.name;
@@ -62,7 +59,7 @@ Packed<AttentionCache> AttentionCache::pack(const Tensors& given, const Options&
 #undef FA_COPY
   if (in.tree_mask) dense.attn_mask = by_row ? in.tree_mask->unsqueeze(0) : *in.tree_mask;
   AttentionParams& p = packed.params;
-  p = pack_attention(dense, dense_view(result.out), result.lse, options.attention());
+  p = pack_attention(dense, dense_view(result.out, sequences), result.lse, options.attention());
   p.band.diagonal =
       pack_diagonal(options.attention());  // the kernels add each sequence's own lower-right shift
   if (options.max_seqlen_q) p.sizes.seqlen_q = std::min(p.sizes.seqlen_q, options.max_seqlen_q->expect_int());

@@ -84,6 +84,7 @@ struct CacheOptions {
 // out (T_q, H, D_v), lse (H, T_q)
 struct AttentionCache : OperatorTypes<CacheTensors, CacheOptions, AttentionResult, AttentionParams> {
   static constexpr const char* kName = "attention_cache";
+  static constexpr bool kIsUnboxed = true;
   FA_OPERATOR_STEPS(AttentionCache)
 };
 

@@ -23,6 +23,13 @@ Tensors to_kernel_layout(const Tensors& given) {
   return tensors;
 }
 
+// Returns packed rows (T, H, D) as a dense view (B, H, T, D). The batch stride is 0: the kernels add the first row of each
+// sequence.
+inline at::Tensor dense_view(const at::Tensor& rows, int64_t sequences) {
+  return rows.as_strided({sequences, rows.size(1), rows.size(0), rows.size(2)},
+                         {0, rows.stride(1), rows.stride(0), rows.stride(2)});
+}
+
 // The functions below take dense tensors in the kernels' layout. Packed sequences and caches pass dense views.
 
 AttentionParams pack_attention(const AttentionTensors& in, const at::Tensor& out, const at::Tensor& lse,

@@ -12,8 +12,8 @@
 namespace flash_attn_ext {
 namespace {
 
-// Dense views of packed tensors. Packed rows have batch stride 0: the kernels add the first row of each sequence.
-//   (T, H, D)                    (B, H, T, D)
+// Dense views of packed tensors.
+//   (T, H, D)                    (B, H, T, D)   dense_view()
 //   lse (H, T)                   (1, H, T)
 //   mask (H, T_q, max_seqlen_k)  (1, H, T_q, max_seqlen_k)
 class DenseViews {
@@ -26,8 +26,7 @@ class DenseViews {
     if (dense.kind == Shape::kBroadcast && t.dim() == 3) return t.unsqueeze(0);
     if (dense.kind != Shape::kExact) return t;
     if (dense.count == 3) return t.unsqueeze(0);
-    return t.as_strided({sequences_, t.size(1), t.size(0), t.size(2)},
-                        {0, t.stride(1), t.stride(0), t.stride(2)});
+    return dense_view(t, sequences_);
   }
   OptionalTensor of(const Shape& dense, const OptionalTensor& t) const {
     return t ? OptionalTensor(of(dense, *t)) : t;

@@ -91,6 +91,7 @@ struct VarlenOptions {
 // out (T_q, H, D_v), lse (H, T_q)
 struct AttentionVarlen : OperatorTypes<VarlenTensors, VarlenOptions, AttentionResult, AttentionParams> {
   static constexpr const char* kName = "attention_varlen";
+  static constexpr bool kIsUnboxed = true;
   FA_OPERATOR_STEPS(AttentionVarlen)
 };
 
@@ -105,6 +106,7 @@ struct VarlenBackwardOptions {
 struct AttentionVarlenBackward
     : OperatorTypes<VarlenBackwardTensors, VarlenBackwardOptions, Gradients, BackwardParams> {
   static constexpr const char* kName = "attention_varlen_backward";
+  static constexpr bool kIsUnboxed = true;
   FA_OPERATOR_STEPS(AttentionVarlenBackward)
 };
 
