@@ -5,29 +5,38 @@
 #include <algorithm>
 #include <limits>
 
+#include "../dense/pack_params.h"
 #include "checks.h"
 
 namespace flash_attn_ext {
 namespace {
 
-std::vector<int64_t> numbers_of(const at::Tensor& t) {
-  const at::Tensor numbers = t.to(at::kLong).contiguous();
-  const int64_t* data = numbers.const_data_ptr<int64_t>();
-  return {data, data + numbers.numel()};
-}
+// The numbers of an index tensor, read in place: a table of pages may have millions of numbers.
+class Numbers {
+ public:
+  Numbers() = default;
+  explicit Numbers(const at::Tensor& t)
+      : kept_(t.contiguous()), offsets_(pack_offsets(kept_)), size_(static_cast<size_t>(t.numel())) {}
+  explicit Numbers(const OptionalTensor& t) : Numbers(t ? Numbers(*t) : Numbers()) {}
 
-std::vector<int64_t> numbers_of(const OptionalTensor& t) {
-  return t ? numbers_of(*t) : std::vector<int64_t>();
-}
+  int64_t operator[](size_t n) const { return offsets_[static_cast<int64_t>(n)]; }
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+
+ private:
+  at::Tensor kept_;
+  Offsets offsets_{};
+  size_t size_ = 0;
+};
 
 void check_sequences(const char* side, const at::Tensor& cu_seqlens, const OptionalTensor& seqused,
                      int64_t total, int64_t longest) {
-  const std::vector<int64_t> offsets = numbers_of(cu_seqlens);
+  const Numbers offsets(cu_seqlens);
+  const int64_t first = offsets[0], last = offsets[offsets.size() - 1];
   const std::string name = std::string("cu_seqlens_") + side;
-  TORCH_CHECK_VALUE(offsets.front() == 0 && offsets.back() == total, name, ": got offsets from ",
-                    offsets.front(), " to ", offsets.back(), "; allowed: from 0 to ", total, ", the rows of ",
-                    *side == 'q' ? "query" : "key");
-  const std::vector<int64_t> used = numbers_of(seqused);
+  TORCH_CHECK_VALUE(first == 0 && last == total, name, ": got offsets from ", first, " to ", last,
+                    "; allowed: from 0 to ", total, ", the rows of ", *side == 'q' ? "query" : "key");
+  const Numbers used(seqused);
   for (size_t b = 0; b + 1 < offsets.size(); ++b) {
     TORCH_CHECK_VALUE(offsets[b] <= offsets[b + 1] && offsets[b + 1] <= total, name, ": got ", offsets[b + 1],
                       " after ", offsets[b], " at ", b + 1, "; allowed: ascending offsets");
@@ -113,10 +122,7 @@ void check_numbers(const CacheTensors& in, const CacheOptions& options) {
   check_sequences("q", in.cu_seqlens_q, std::nullopt, total_q,
                   options.max_seqlen_q ? options.max_seqlen_q->expect_int() : total_q);
   const int64_t pages = in.block_table ? in.block_table->size(1) : 1, caches = in.key.size(0);
-  const std::vector<int64_t> used = numbers_of(in.seqused_k);
-  const std::vector<int64_t> batch_idx = numbers_of(in.batch_idx);
-  const std::vector<int64_t> leftpad = numbers_of(in.leftpad);
-  const std::vector<int64_t> table = numbers_of(in.block_table);
+  const Numbers used(in.seqused_k), batch_idx(in.batch_idx), leftpad(in.leftpad), table(in.block_table);
   TORCH_CHECK_VALUE(in.block_table || in.batch_idx || caches >= static_cast<int64_t>(used.size()),
                     "key: got ", caches, " caches; allowed: at least one for each of the ", used.size(),
                     " sequences");
@@ -133,11 +139,9 @@ void check_numbers(const AppendTensors& in, const AppendOptions& options) {
   check_memory(in);
   check_sequences("q", in.cu_seqlens_q, std::nullopt, in.query.size(0), in.query.size(0));
   check_sequences("k_new", in.cu_seqlens_k_new, std::nullopt, in.key.size(0), in.key.size(0));
-  const std::vector<int64_t> offsets_q = numbers_of(in.cu_seqlens_q),
-                             offsets = numbers_of(in.cu_seqlens_k_new);
-  const std::vector<int64_t> used = numbers_of(in.cache_seqlens), leftpad = numbers_of(in.cache_leftpad);
-  const std::vector<int64_t> positions = numbers_of(in.rotary_seqlens);
-  const std::vector<int64_t> batch_idx = numbers_of(in.cache_batch_idx), table = numbers_of(in.block_table);
+  const Numbers offsets_q(in.cu_seqlens_q), offsets(in.cu_seqlens_k_new);
+  const Numbers used(in.cache_seqlens), leftpad(in.cache_leftpad), positions(in.rotary_seqlens);
+  const Numbers batch_idx(in.cache_batch_idx), table(in.block_table);
   const int64_t rows = in.key_cache.size(1), caches = in.key_cache.size(0);
   const int64_t pages = in.block_table ? in.block_table->size(1) : 1;
   const int64_t capacity = rows * pages;
