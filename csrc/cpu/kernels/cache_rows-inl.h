@@ -24,6 +24,23 @@ inline const CacheGroups& groups_of(const AttentionParams& p, const Tensor4& t) 
   return &t == &p.k ? p.varlen.cache.k_groups : p.varlen.cache.v_groups;
 }
 
+// Returns whether rows at a distance of so many bytes are in a few sets of the L1 cache.
+constexpr bool are_far_rows(int64_t distance) { return distance >= 2048; }
+
+// Copies `count` rows, one after another without gaps.
+template <class In>
+FA_INLINE Rows<In> copy_rows(const Rows<In>& from, int64_t count, In* to) {
+  constexpr int64_t kStep = 4 * FA_VECTOR_BYTES / sizeof(In);  // a call of memcpy took twice the time
+  for (int64_t n = 0; n < count; ++n) {
+    const In* row = from.row(n);
+    In* copy = to + n * from.cols;
+    int64_t c = 0;
+    for (; c + kStep <= from.cols; c += kStep) std::memcpy(copy + c, row + c, kStep * sizeof(In));
+    std::memcpy(copy + c, row + c, (from.cols - c) * sizeof(In));
+  }
+  return {to, from.cols, from.cols};
+}
+
 // Returns rows [j0, j0 + keys) of `t` (k or v) with its scale. If copies_rows(), `copy` has room for the rows at
 // distance `ld`.
 template <class In>
@@ -42,6 +59,11 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
     const int64_t row = pages ? (first + n) % size : first + n;
     const int64_t page = pages ? pages.page_of(first + n) : cache.cache;
     const int64_t count = pages ? std::min(keys - n, size - row) : keys;
+    if (!is_8_bit && !is_part) {  // ld is cols
+      copy_rows<In>({t.row<In>(page, h_kv, row), t.stride_s, cols}, count, copy + n * ld);
+      n += count;
+      continue;
+    }
     for (int64_t r = 0; r < count; ++r, ++n) {
       In* to = copy + n * ld;
       if (cache.dtype == CacheDType::kLatent) {
@@ -69,23 +91,6 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
     }
   }
   return {copy, ld, cols};
-}
-
-// Returns whether rows at a distance of so many bytes are in a few sets of the L1 cache.
-constexpr bool are_far_rows(int64_t distance) { return distance >= 2048; }
-
-// Copies `count` rows, one after another without gaps.
-template <class In>
-FA_INLINE Rows<In> copy_rows(const Rows<In>& from, int64_t count, In* to) {
-  constexpr int64_t kStep = 4 * FA_VECTOR_BYTES / sizeof(In);  // a call of memcpy took twice the time
-  for (int64_t n = 0; n < count; ++n) {
-    const In* row = from.row(n);
-    In* copy = to + n * from.cols;
-    int64_t c = 0;
-    for (; c + kStep <= from.cols; c += kStep) std::memcpy(copy + c, row + c, kStep * sizeof(In));
-    std::memcpy(copy + c, row + c, (from.cols - c) * sizeof(In));
-  }
-  return {to, from.cols, from.cols};
 }
 
 // Rows per chunk of a decode tile. Each chunk may have another address, as pages have.
@@ -176,6 +181,22 @@ inline void for_each_cache_run(const AttentionParams& p, int64_t j0, int64_t key
     end = std::min(keys, n + size - row % size);
     body(n, end, cache.pages ? cache.pages.page_of(row) : cache.cache, row % size);
   }
+}
+
+// Whether a tile's rows are read page by page in place: pages of whole chunks, without a conversion from 8 bits.
+inline bool reads_pages(const AttentionParams& p, int64_t j0) {
+  const CacheParams& cache = p.varlen.cache;
+  return cache.pages && cache.dtype == CacheDType::kOfQuery && !cache.key_has_value &&
+         cache.pages.page_size % kChunkRows == 0 && (p.varlen.first_k + j0) % kChunkRows == 0;
+}
+
+// Calls body(n, count, rows) for the rows [n, n + count) of the tile from key j0 on, page by page.
+template <class In, class Body>
+inline void for_each_page(const AttentionParams& p, const Tensor4& t, int64_t h_kv, int64_t j0, int64_t keys,
+                          int64_t cols, const Body& body) {
+  for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
+    body(n, end - n, Rows<In>{t.row<In>(page, h_kv, row), t.stride_s, cols});
+  });
 }
 
 // Loads the factors of the 8-bit rows of a tile, one per key, up to `ld` lanes. Returns whether the factors may be

@@ -39,8 +39,8 @@ ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p, i
   return s;
 }
 
-// Two blocks of queries share tiles of K and V if the tiles are converted, or if a head's keys and values do not fit into
-// L2, so that a task converts or reads each tile once.
+// Two blocks of queries share tiles of K and V if the tiles are converted or come from pages, or if a head's keys and values do not
+// fit into L2, so that a task converts or reads each tile once.
 constexpr int64_t kMostBlocksPerTask = 2;
 template <class In, class T>
 int64_t blocks_per_task(const AttentionParams& p, int threads) {
@@ -51,7 +51,7 @@ int64_t blocks_per_task(const AttentionParams& p, int threads) {
   const int64_t tasks =
       z.batch * z.heads * ceil_div(z.seqlen_q, kMostBlocksPerTask * forward_tiling<T>().block_q);
   const int64_t bytes_of_head = z.seqlen_k * (z.head_dim + z.head_dim_v) * bytes_of(p.dtype);
-  const bool shares = converts_rows<In, T>(p.dtype) || bytes_of_head >= kL2Bytes;
+  const bool shares = converts_rows<In, T>(p.dtype) || copies_rows(p) || bytes_of_head >= kL2Bytes;
   return shares && tasks >= kEnoughTasks * threads ? kMostBlocksPerTask : 1;
 }
 
@@ -145,7 +145,6 @@ void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>&
     for (int64_t j0 = begin; (j0 = std::min({blocks.next_tile(j0)...})) < end; j0 += block_k) {
       typename ForwardProducts<In, T>::Loaded tiles;
       const auto attend = [&](const QueryBlock<In, T>& block) {
-        if (ForwardProducts<In, T>::overwrites_tiles(p)) tiles = {};
         if (j0 < block.keys.end) block.attend(j0, tiles);
       };
       (attend(blocks), ...);

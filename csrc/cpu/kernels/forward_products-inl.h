@@ -32,7 +32,8 @@ struct ForwardProducts {
   T* k_tile;        // [block_k][D]      only if the caller's k cannot be read directly
   T* v_tile;        // [block_k][D_v]    likewise
   T* finite_tile;   // [block_k][D_v]    for masked_gemm
-  T* row_copy;      // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits; rows of type `dtype`
+  T* key_copy;      // [block_k][D]      only if keys come from pages or 8 bits; rows of type `dtype`
+  T* value_copy;    // [block_k][D_v]    likewise
   DType dtype;      // of the rows
 
   // `blocks`: blocks of queries that share the tiles of keys and values.
@@ -44,7 +45,8 @@ struct ForwardProducts {
     r.k_tile = arena.take<T>(block_k * d);
     r.v_tile = arena.take<T>(block_k * d_v);
     r.finite_tile = arena.take<T>(block_k * d_v);
-    r.row_copy = copies_rows(p) ? arena.take<T>(block_k * std::max(d, d_v)) : nullptr;
+    r.key_copy = copies_rows(p) ? arena.take<T>(block_k * d) : nullptr;
+    r.value_copy = copies_rows(p) ? arena.take<T>(block_k * d_v) : nullptr;
     r.dtype = p.dtype;
     return r;
   }
@@ -65,16 +67,17 @@ struct ForwardProducts {
   void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false,
               PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
     const int64_t d = p.sizes.head_dim;
-    const auto load = [&] { return load_rows(p, p.k, p.varlen.cache.k_scale, f, d, k_tile); };
-    const Tile<T> k = loaded ? Loaded::rows_of(f, loaded->k, loaded->k_keys, load) : load();
-    gemm<T>(f.keys, f.ld,
-            {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, prefetch_hook});
-  }
-
-  // Whether the copies of keys and values share memory, so that a block of queries cannot read the tiles of another
-  // block. Rows of 8 bits are converted to k_tile and v_tile.
-  static bool overwrites_tiles(const AttentionParams& p) {
-    return copies_rows(p) && p.varlen.cache.dtype == CacheDType::kOfQuery;
+    const auto multiply = [&](int64_t n, int64_t count, const Tile<T>& k) {
+      gemm<T>(count, f.ld,
+              {d, k.data, k.ld, 1, q_transposed, f.ld, out + n * f.ld, f.ld, accumulate, scale, nullptr,
+               prefetch_hook});
+    };
+    if (!converts_rows<In, T>(dtype) && reads_pages(p, f.j0))
+      return for_each_page<T>(
+          p, p.k, p.sizes.kv_head(f.h), f.j0, f.keys, d,
+          [&](int64_t n, int64_t count, const Rows<T>& k) { multiply(n, count, {k.data, k.stride}); });
+    const auto load = [&] { return load_rows(p, p.k, p.varlen.cache.k_scale, f, d, key_copy, k_tile); };
+    multiply(0, f.keys, loaded ? Loaded::rows_of(f, loaded->k, loaded->k_keys, load) : load());
   }
 
   // Whether softmax() may write P in the form of the product's operand. Here it may not: P replaces S.
@@ -91,7 +94,7 @@ struct ForwardProducts {
                   T* out, bool = false, Loaded* loaded = nullptr, PrefetchHook prefetch_hook = {}) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
-    const auto load = [&] { return load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, v_tile); };
+    const auto load = [&] { return load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, value_copy, v_tile); };
     const Tile<T> v = loaded ? Loaded::rows_of(f, loaded->v, loaded->v_keys, load) : load();
     masked_gemm<T>(score, true, f.queries, d_v,
                    {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale,
@@ -102,7 +105,7 @@ struct ForwardProducts {
  private:
   // Loads the tile of k or v. 8-bit rows are converted directly to T, because 16 bits would round row * factor.
   Tile<T> load_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale, const TileFrame& f,
-                    int64_t cols, T* tile) const {
+                    int64_t cols, T* row_copy, T* tile) const {
     const int64_t h_kv = p.sizes.kv_head(f.h);
     if (p.varlen.cache.dtype != CacheDType::kOfQuery) {
       const int64_t ld = round_up_to_lanes<T>(cols);
@@ -112,6 +115,14 @@ struct ForwardProducts {
     }
     return for_row_type<In>(dtype, [&](auto element) {
       using Row = decltype(element);
+      if (!std::is_same_v<Row, T> && reads_pages(p, f.j0)) {
+        const int64_t ld = round_up_to_lanes<T>(cols);
+        for_each_page<Row>(p, t, h_kv, f.j0, f.keys, cols,
+                           [&](int64_t n, int64_t count, const Rows<Row>& rows) {
+                             load_tile<Row, T>(rows.data, rows.stride, count, cols, tile + n * ld);
+                           });
+        return Tile<T>{tile, ld};
+      }
       Row* const copy = reinterpret_cast<Row*>(row_copy);
       const Rows<Row> rows = rows_of_tile<Row>(p, t, scale, f.b, h_kv, f.j0, f.keys, cols, copy, cols);
       return load_tile<Row, T>(rows.data, rows.stride, f.keys, cols, tile);
@@ -124,15 +135,18 @@ struct ForwardProducts {
 // The form for bfloat16 operands without widening. P is rounded to bfloat16, as in torch; its sum l is not rounded.
 template <>
 struct ForwardProducts<BFloat16, float> {
-  using Loaded = LoadedTiles<Pair>;
+  struct Loaded : LoadedTiles<Pair> {
+    Rows<BFloat16> v_rows{};  // of v_keys; null: in several pages
+  };
 
-  Pair* q_transposed;   // [blocks][D / 2][block_q]
-  Pair* k_tile;         // [block_k][D / 2]    only if the caller's k does not come in pairs
-  Pair* v_pairs;        // [block_k / 2][D_v]
-  Pair* prob_pairs;     // [block_q][block_k / 2]   P, transposed if a left operand may be transposed
-  BFloat16* row_copy;   // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
-  float* factors;       // [block_k]                of 8-bit rows
-  float* scaled_probs;  // [block_k][block_q]      P with the factors of the values
+  Pair* q_transposed;    // [blocks][D / 2][block_q]
+  Pair* k_tile;          // [block_k][D / 2]    only if the caller's k does not come in pairs
+  Pair* v_pairs;         // [block_k / 2][D_v]
+  Pair* prob_pairs;      // [block_q][block_k / 2]   P, transposed if a left operand may be transposed
+  BFloat16* key_copy;    // [block_k][D]        only if keys come from pages or 8 bits
+  BFloat16* value_copy;  // [block_k][D_v]      likewise
+  float* factors;        // [block_k]                of 8-bit rows
+  float* scaled_probs;   // [block_k][block_q]      P with the factors of the values
 
   static ForwardProducts allocate(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
     const auto [block_q, block_k] = fitted_forward_tiling<float>(p.sizes);
@@ -141,9 +155,8 @@ struct ForwardProducts<BFloat16, float> {
     r.k_tile = arena.take<Pair>(block_k * round_up_to_lanes<float>(pairs_of(p.sizes.head_dim)));
     r.v_pairs = arena.take<Pair>(pairs_of(block_k) * round_up_to_lanes<float>(p.sizes.head_dim_v));
     r.prob_pairs = arena.take<Pair>(LeftPairs::count(block_q, block_k));
-    r.row_copy = copies_rows(p)
-                     ? arena.take<BFloat16>(block_k * std::max(p.sizes.head_dim, p.sizes.head_dim_v))
-                     : nullptr;
+    r.key_copy = copies_rows(p) ? arena.take<BFloat16>(block_k * p.sizes.head_dim) : nullptr;
+    r.value_copy = copies_rows(p) ? arena.take<BFloat16>(block_k * p.sizes.head_dim_v) : nullptr;
     const bool has_factors = p.varlen.cache.dtype != CacheDType::kOfQuery;
     r.factors = has_factors ? arena.take<float>(block_k) : nullptr;
     r.scaled_probs = has_factors ? arena.take<float>(block_k * block_q) : nullptr;
@@ -168,20 +181,24 @@ struct ForwardProducts<BFloat16, float> {
     const int64_t h_kv = p.sizes.kv_head(f.h);
     const CacheScale& scale_of_keys = p.varlen.cache.k_scale;
     const bool multiplied = load_factors<float>(p, scale_of_keys, h_kv, f.j0, f.keys, f.keys, factors);
+    const auto multiply = [&](int64_t n, int64_t count, const Tile<Pair>& k) {
+      gemm<float, Pair>(count, f.ld,
+                        {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out + n * f.ld, f.ld, accumulate,
+                         scale, nullptr, prefetch_hook});
+    };
+    if (reads_pages(p, f.j0))
+      return for_each_page<BFloat16>(p, p.k, h_kv, f.j0, f.keys, d,
+                                     [&](int64_t n, int64_t count, const Rows<BFloat16>& k) {
+                                       multiply(n, count, load_pair_rows(k.data, k.stride, count, d, k_tile));
+                                     });
     const auto load = [&] {
       const Rows<BFloat16> rows = rows_of_tile<BFloat16>(p, p.k, multiplied ? CacheScale{} : scale_of_keys,
-                                                         f.b, h_kv, f.j0, f.keys, d, row_copy, d);
+                                                         f.b, h_kv, f.j0, f.keys, d, key_copy, d);
       return load_pair_rows(rows.data, rows.stride, f.keys, d, k_tile);
     };
-    const Tile<Pair> k = loaded ? Loaded::rows_of(f, loaded->k, loaded->k_keys, load) : load();
-    gemm<float, Pair>(f.keys, f.ld,
-                      {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale,
-                       nullptr, prefetch_hook});
+    multiply(0, f.keys, loaded ? Loaded::rows_of(f, loaded->k, loaded->k_keys, load) : load());
     if (multiplied) multiply_rows_by_factors(out, f, out);
   }
-
-  // As above, but pairs of keys may be read from row_copy.
-  static bool overwrites_tiles(const AttentionParams& p) { return copies_rows(p); }
 
   // Whether the softmax writes P in 16 bits. This needs that nothing multiplies P before the product.
   static bool packs_probs(const AttentionParams& p) {
@@ -208,11 +225,12 @@ struct ForwardProducts<BFloat16, float> {
       multiply_rows_by_factors(probs, f, scaled_probs);
       probs = scaled_probs;
     }
-    const Rows<BFloat16> v = rows_of_tile<BFloat16>(p, p.v, multiplied ? CacheScale{} : scale, f.b, h_kv,
-                                                    f.j0, f.keys, d_v, row_copy, d_v);
     const Range keys{f.j0, f.j0 + f.keys};
-    const bool is_loaded = loaded && loaded->v_keys.begin == keys.begin && loaded->v_keys.end == keys.end;
-    if (!is_loaded) load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
+    const bool is_loaded = loaded && loaded->v_keys.begin == keys.begin && loaded->v_keys.end == keys.end &&
+                           (loaded->v_rows.data || !score.partial);
+    const Rows<BFloat16> v =
+        is_loaded ? loaded->v_rows : load_values(p, f, multiplied ? CacheScale{} : scale, score.partial);
+    if (loaded) loaded->v_rows = v;
     const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
     if (loaded)
       loaded->v_keys = cleared ? Range{} : keys;  // a block without masked keys needs the cleared rows
@@ -227,6 +245,23 @@ struct ForwardProducts<BFloat16, float> {
   }
 
  private:
+  // Loads v_pairs. Returns the rows, null if they are in several pages. `in_one_place`: the caller reads the rows, too.
+  Rows<BFloat16> load_values(const AttentionParams& p, const TileFrame& f, const CacheScale& scale,
+                             bool in_one_place) const {
+    const int64_t h_kv = p.sizes.kv_head(f.h), d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<float>(d_v);
+    const auto load = [&](int64_t n, int64_t count, const Rows<BFloat16>& rows) {
+      load_pairs_across(rows.data, rows.stride, count, d_v, v_pairs + n / 2 * ld, ld);
+    };
+    if (reads_pages(p, f.j0) && !in_one_place) {
+      for_each_page<BFloat16>(p, p.v, h_kv, f.j0, f.keys, d_v, load);
+      return {};
+    }
+    const Rows<BFloat16> rows =
+        rows_of_tile<BFloat16>(p, p.v, scale, f.b, h_kv, f.j0, f.keys, d_v, value_copy, d_v);
+    load(0, f.keys, rows);
+    return rows;
+  }
+
   // to[key][query] = from[key][query] * factors[key]. The product of an 8-bit key and its factor does not fit into
   // bfloat16. The product of a float32 score and the factor is not rounded to bfloat16.
   void multiply_rows_by_factors(const float* from, const TileFrame& f, float* to) const {
