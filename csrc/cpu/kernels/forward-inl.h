@@ -97,17 +97,18 @@ struct QueryBlock {
 
     MaskLines ahead(p, f);
     GradualPrefetch gradual(ahead, ahead.count(), f.keys * ld / kLanes<T>);
-    s.products.scores(p, f, scale, s.scores, false, gradual.prefetch_hook(), &tiles);
+    const KeyStairs stairs(p, f);
+    s.products.scores(p, f, stairs, scale, s.scores, false, gradual.prefetch_hook(), &tiles);
     const ScoreTile<T> score = finish_scores<T>(p, f, mask, s.scores, nullptr);
 
     const bool packed = s.products.packs_probs(p);
-    s.products.softmax(f, unit, s.scores, s.row_max, s.row_sum, s.rescale, packed);
+    s.products.softmax(f, stairs, unit, s.scores, s.row_max, s.row_sum, s.rescale, packed);
     if (p.dropout) {  // after the row sum: dropout applies to the normalised P
       load_dropout_tile<T>(p, f, s.dropout_tile);
       multiply_rows<T>(s.scores, s.dropout_tile, f.keys * ld);
     }
 
-    s.products.add_values(p, score, s.scores, s.rescale, s.out, packed, &tiles);
+    s.products.add_values(p, score, stairs, s.scores, s.rescale, s.out, packed, &tiles);
   }
 
   void finish() const {

@@ -24,6 +24,20 @@ struct LoadedTiles {
   }
 };
 
+// O = O * factor + P V, without the keys that a query does not see. `g`: the product of all queries and keys of the tile.
+template <class T, class E>
+void multiply_runs(const KeyStairs& stairs, int64_t queries, int64_t cols, const GemmArgs<T, E>& g) {
+  constexpr int64_t kKeys = std::is_same_v<E, T> ? 1 : 2;  // of an element along the depth
+  stairs.for_each_run(queries, [&](int64_t query, int64_t end, int64_t keys) {
+    GemmArgs<T, E> own = g;
+    own.depth = ceil_div(keys, kKeys);
+    own.a += query * g.a_row;
+    own.c += query * g.ldc;
+    if (g.factor) own.factor += query;
+    gemm<T, E>(end - query, cols, own);
+  });
+}
+
 template <class In, class T>
 struct ForwardProducts {
   using Loaded = LoadedTiles<T>;
@@ -63,14 +77,16 @@ struct ForwardProducts {
     load_tile_transposed_of<In, T>(p.q, dtype, b, h, i0, queries, p.sizes.head_dim, q_transposed, ld);
   }
 
-  // `loaded` (or null): keys that it has are not loaded again.
-  void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false,
-              PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
+  // Computes S^T. Leaves out the part that `stairs` leaves out. `loaded` (or null): keys that it has are not loaded again.
+  void scores(const AttentionParams& p, const TileFrame& f, const KeyStairs& stairs, T scale, T* out,
+              bool accumulate = false, PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
     const int64_t d = p.sizes.head_dim;
     const auto multiply = [&](int64_t n, int64_t count, const Tile<T>& k) {
-      gemm<T>(count, f.ld,
-              {d, k.data, k.ld, 1, q_transposed, f.ld, out + n * f.ld, f.ld, accumulate, scale, nullptr,
-               prefetch_hook});
+      stairs.for_each_part(n, n + count, [&](int64_t j, int64_t end, int64_t lane) {
+        gemm<T>(end - j, f.ld - lane,
+                {d, k.data + (j - n) * k.ld, k.ld, 1, q_transposed + lane, f.ld, out + j * f.ld + lane, f.ld,
+                 accumulate, scale, nullptr, prefetch_hook});
+      });
     };
     if (!converts_rows<In, T>(dtype) && reads_pages(p, f.j0))
       return for_each_page<T>(
@@ -83,15 +99,17 @@ struct ForwardProducts {
   // Whether softmax() may write P in the form of the product's operand. Here it may not: P replaces S.
   static constexpr bool packs_probs(const AttentionParams&) { return false; }
 
-  void softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale, bool) const {
+  void softmax(const TileFrame& f, const KeyStairs& stairs, T unit, T* scores, T* row_max, T* row_sum,
+               T* rescale, bool) const {
     for_row_size<In>(dtype, [&](auto element) {
-      online_softmax<T, decltype(element)>(f, unit, scores, row_max, row_sum, rescale);
+      online_softmax<T, decltype(element)>(f, stairs, unit, scores, row_max, row_sum, rescale);
     });
   }
 
   // out = out * rescale + P V. rescale: one factor per query; null: 1.
-  void add_values(const AttentionParams& p, const ScoreTile<T>& score, const T* probs, const T* rescale,
-                  T* out, bool = false, Loaded* loaded = nullptr, PrefetchHook prefetch_hook = {}) const {
+  void add_values(const AttentionParams& p, const ScoreTile<T>& score, const KeyStairs& stairs,
+                  const T* probs, const T* rescale, T* out, bool = false, Loaded* loaded = nullptr,
+                  PrefetchHook prefetch_hook = {}) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
     const auto load = [&] { return load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, value_copy, v_tile); };
@@ -99,7 +117,8 @@ struct ForwardProducts {
     masked_gemm<T>(score, true, f.queries, d_v,
                    {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale,
                     prefetch_hook},
-                   finite_tile);
+                   finite_tile,
+                   [&](const GemmArgs<T>& g) { multiply_runs<T, T>(stairs, f.queries, d_v, g); });
   }
 
  private:
@@ -175,16 +194,18 @@ struct ForwardProducts<BFloat16, float> {
                           ld);
   }
 
-  void scores(const AttentionParams& p, const TileFrame& f, float scale, float* out, bool accumulate = false,
-              PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
+  void scores(const AttentionParams& p, const TileFrame& f, const KeyStairs& stairs, float scale, float* out,
+              bool accumulate = false, PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
     const int64_t d = p.sizes.head_dim;
     const int64_t h_kv = p.sizes.kv_head(f.h);
     const CacheScale& scale_of_keys = p.varlen.cache.k_scale;
     const bool multiplied = load_factors<float>(p, scale_of_keys, h_kv, f.j0, f.keys, f.keys, factors);
     const auto multiply = [&](int64_t n, int64_t count, const Tile<Pair>& k) {
-      gemm<float, Pair>(count, f.ld,
-                        {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out + n * f.ld, f.ld, accumulate,
-                         scale, nullptr, prefetch_hook});
+      stairs.for_each_part(n, n + count, [&](int64_t j, int64_t end, int64_t lane) {
+        gemm<float, Pair>(end - j, f.ld - lane,
+                          {pairs_of(d), k.data + (j - n) * k.ld, k.ld, 1, q_transposed + lane, f.ld,
+                           out + j * f.ld + lane, f.ld, accumulate, scale, nullptr, prefetch_hook});
+      });
     };
     if (reads_pages(p, f.j0))
       return for_each_page<BFloat16>(p, p.k, h_kv, f.j0, f.keys, d,
@@ -206,16 +227,16 @@ struct ForwardProducts<BFloat16, float> {
   }
 
   // Writes P to prob_pairs if `packed`, otherwise in place of S.
-  void softmax(const TileFrame& f, float unit, float* scores, float* row_max, float* row_sum, float* rescale,
-               bool packed) const {
-    if (packed) return softmax_to_pairs(f, unit, scores, prob_pairs, row_max, row_sum, rescale);
-    online_softmax<float, BFloat16>(f, unit, scores, row_max, row_sum, rescale);
+  void softmax(const TileFrame& f, const KeyStairs& stairs, float unit, float* scores, float* row_max,
+               float* row_sum, float* rescale, bool packed) const {
+    if (packed) return softmax_to_pairs(f, stairs, unit, scores, prob_pairs, row_max, row_sum, rescale);
+    online_softmax<float, BFloat16>(f, stairs, unit, scores, row_max, row_sum, rescale);
   }
 
   // `packed`: P is in prob_pairs, and `probs` is free memory for it.
-  void add_values(const AttentionParams& p, const ScoreTile<float>& score, float* probs, const float* rescale,
-                  float* out, bool packed = false, Loaded* loaded = nullptr,
-                  PrefetchHook prefetch_hook = {}) const {
+  void add_values(const AttentionParams& p, const ScoreTile<float>& score, const KeyStairs& stairs,
+                  float* probs, const float* rescale, float* out, bool packed = false,
+                  Loaded* loaded = nullptr, PrefetchHook prefetch_hook = {}) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<float>(d_v);
     const int64_t h_kv = p.sizes.kv_head(f.h);
@@ -236,9 +257,9 @@ struct ForwardProducts<BFloat16, float> {
       loaded->v_keys = cleared ? Range{} : keys;  // a block without masked keys needs the cleared rows
     const LeftPairs left =
         packed ? probs_operand(prob_pairs, f.keys, f.ld) : transposed_pairs(probs, f.keys, f.ld, prob_pairs);
-    gemm<float, Pair>(f.queries, d_v,
-                      {pairs_of(f.keys), left.data, left.row, left.depth, v_pairs, ld, out, ld, true, 1.0f,
-                       rescale, prefetch_hook});
+    multiply_runs<float, Pair>(stairs, f.queries, d_v,
+                               {pairs_of(f.keys), left.data, left.row, left.depth, v_pairs, ld, out, ld, true,
+                                1.0f, rescale, prefetch_hook});
     if (cleared && packed) widen_probs(left, f.keys, f.ld, probs);
     if (cleared)
       add_rows_not_finite<BFloat16, float>(score, true, f.queries, probs, 1, f.ld, v, f.keys, out, ld);

@@ -57,7 +57,7 @@ struct HeadScores {
               int64_t lines) const {
     if (!rows) {
       GradualPrefetch gradual(ahead, lines, f.keys * f.ld / kLanes<T>);
-      return whole.scores(row, f, scale, out, false, gradual.prefetch_hook());
+      return whole.scores(row, f, KeyStairs(f), scale, out, false, gradual.prefetch_hook());
     }
     const int64_t lanes = lanes_of<T>(rows_of_few_heads<T>(f.queries));
     const int64_t lines_of_chunk = ceil_div(lines, ceil_div(f.keys, kChunkRows));

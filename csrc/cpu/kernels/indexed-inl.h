@@ -92,6 +92,7 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
       const TileFrame f = frame_of_heads<T>(row, n, s.tile.count);
       const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);
       const ForwardProducts<In, T>& products = s.products[n].whole;
+      const KeyStairs stairs(f);
       s.products[n].scores(row, f, scale, s.scores, keys_ahead, n == 0 ? keys_ahead.count() : 0);
       // The results of padding lanes are not read, so these lanes need not be hidden.
       TileFrame all_lanes = f;
@@ -99,13 +100,13 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
       ScoreTile<T> score = finish_scores<T>(row, all_lanes, mask, s.scores, nullptr);
       score.frame = f;
       const bool packed = products.packs_probs(row);
-      products.softmax(f, unit, s.scores, s.row_max + f.i0, s.row_sum + f.i0, s.rescale, packed);
+      products.softmax(f, stairs, unit, s.scores, s.row_max + f.i0, s.row_sum + f.i0, s.rescale, packed);
       if (p.dropout) {  // after the row sum: dropout applies to the normalised P
         s.tile.load_dropout(p, b, first_head + f.i0, i, f);
         multiply_rows<T>(s.scores, s.tile.dropout, f.keys * f.ld);
       }
       GradualPrefetch of_values(values_ahead, n == 0 ? values_ahead.count() : 0, f.queries * d_v / kLanes<T>);
-      products.add_values(row, score, s.scores, s.rescale, s.out + f.i0 * d_v, packed, nullptr,
+      products.add_values(row, score, stairs, s.scores, s.rescale, s.out + f.i0 * d_v, packed, nullptr,
                           of_values.prefetch_hook());
     }
   }

@@ -124,7 +124,9 @@ void backward_indexed_row(const IndexedBackwardParams& p, const IndexedBackwardW
       if (s.dv) s.dout_heads[n].multiply(score, s.probs, s.dv_tile, n > 0);
       unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
       if (s.dk) s.q_heads[n].multiply(score, s.dscores, s.dk_tile, n > 0);
-      if (p.dq) s.dout_products[n].whole.add_values(row.swapped, score, s.dscores, nullptr, s.dq + f.i0 * d);
+      if (p.dq)
+        s.dout_products[n].whole.add_values(row.swapped, score, KeyStairs(f), s.dscores, nullptr,
+                                            s.dq + f.i0 * d);
     }
     if (s.dk) scatter_add<T>(s.dk_tile, s.tile.keys, s.tile.count, first_key, p.sizes.head_dim, s.dk);
     if (s.dv) scatter_add<T>(s.dv_tile, s.tile.keys, s.tile.count, first_key, p.sizes.head_dim_v, s.dv);

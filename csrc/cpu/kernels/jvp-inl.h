@@ -108,11 +108,12 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
     const MaskTile<T> mask = load_mask_tile<T>(p.mask, f, s.mask);
     if (mask.masked == TileMask::kAll) continue;
 
-    s.products.scores(p, f, scale, s.scores);
+    const KeyStairs stairs(f);
+    s.products.scores(p, f, stairs, scale, s.scores);
     const ScoreTile<T> score = finish_scores<T>(p, f, mask, s.scores, scratch.tanh_tile);
 
-    if (t.q) scratch.t_products.scores(with_t_q, f, scale, scratch.t_scores);
-    if (t.k) s.products.scores(with_t_kv, f, scale, scratch.t_scores, static_cast<bool>(t.q));
+    if (t.q) scratch.t_products.scores(with_t_q, f, stairs, scale, scratch.t_scores);
+    if (t.k) s.products.scores(with_t_kv, f, stairs, scale, scratch.t_scores, static_cast<bool>(t.q));
     if (!t.q && !t.k) std::fill(scratch.t_scores, scratch.t_scores + f.keys * ld, T(0));
     finish_tangents<T>(p, t, f, scratch.tanh_tile, scratch.t_mask_tile, scratch.t_scores, nullptr);
 
@@ -124,9 +125,9 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
 
     for (int64_t i = 0; i < queries; ++i)
       subtract_rows<T>(scratch.t_out + i * d_v, scratch.t_shift[i], s.out + i * d_v, d_v);
-    s.products.add_values(p, score, s.scores, s.rescale, s.out);
-    s.products.add_values(p, score, scratch.t_scores, s.rescale, scratch.t_out);
-    if (t.v) s.products.add_values(with_t_kv, score, s.scores, nullptr, scratch.t_out);
+    s.products.add_values(p, score, stairs, s.scores, s.rescale, s.out);
+    s.products.add_values(p, score, stairs, scratch.t_scores, s.rescale, scratch.t_out);
+    if (t.v) s.products.add_values(with_t_kv, score, stairs, s.scores, nullptr, scratch.t_out);
   }
 
   const int64_t at = p.lse_index(b, h, i0);

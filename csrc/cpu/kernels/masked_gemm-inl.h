@@ -25,12 +25,13 @@ inline void add_rows_not_finite(const ScoreTile<T>& score, bool a_transposed, in
   }
 }
 
-// C (+)= A * B as gemm(), for a partly masked tile. `a_transposed` as above.
-template <class T>
+// C (+)= A * B, for a partly masked tile. `a_transposed` as above. multiply(g) computes the product: all of it, or without the
+// keys that a query does not see.
+template <class T, class Multiply>
 inline void masked_gemm(const ScoreTile<T>& score, bool a_transposed, int64_t rows, int64_t cols,
-                        const GemmArgs<T>& g, T* scratch) {
+                        const GemmArgs<T>& g, T* scratch, const Multiply& multiply) {
   const Rows<T> b{g.b, g.ldb, cols};
-  if (!score.partial || rows_are_finite<T, T>(b, g.depth)) return gemm(rows, cols, g);
+  if (!score.partial || rows_are_finite<T, T>(b, g.depth)) return multiply(g);
   const int64_t width = round_up_to_lanes<T>(cols);
   for (int64_t k = 0; k < g.depth; ++k) {
     if (rows_are_finite<T, T>({b.row(k), b.stride, cols}, 1)) {
@@ -42,6 +43,12 @@ inline void masked_gemm(const ScoreTile<T>& score, bool a_transposed, int64_t ro
   GemmArgs<T> finite = g;
   finite.b = scratch;
   finite.ldb = width;
-  gemm(rows, cols, finite);
+  multiply(finite);
   add_rows_not_finite<T, T>(score, a_transposed, rows, g.a, g.a_row, g.a_depth, b, g.depth, g.c, g.ldc);
+}
+template <class T>
+inline void masked_gemm(const ScoreTile<T>& score, bool a_transposed, int64_t rows, int64_t cols,
+                        const GemmArgs<T>& g, T* scratch) {
+  masked_gemm<T>(score, a_transposed, rows, cols, g, scratch,
+                 [&](const GemmArgs<T>& finite) { gemm(rows, cols, finite); });
 }

@@ -121,16 +121,17 @@ FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T
 
 // The softmax of the forward's tile; scores are in units of `unit`. write_at(c) receives P of the rows from c on.
 template <class In, class T, class WriteAt>
-FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale,
-                               const WriteAt& write_at) {
+FA_INLINE void softmax_of_tile(const TileFrame& f, const KeyStairs& stairs, T unit, T* scores, T* row_max,
+                               T* row_sum, T* rescale, const WriteAt& write_at) {
   const T log2_unit = unit * T(kLog2E);
   const auto rescale_exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return exp_scaled<T>(x, log2_unit); };
   for (int64_t c = 0; c < f.ld; c += kLanes<T>) {
+    const int64_t keys = stairs.keys_of(c);
     const auto probs_below = [&](Vec<T> reference) FA_INLINE_LAMBDA {
-      return probs_of_column<In, T>(scores + c, f.keys, f.ld, reference, log2_unit);
+      return probs_of_column<In, T>(scores + c, keys, f.ld, reference, log2_unit);
     };
     Vec<T> m = load<T>(row_max + c), l = load<T>(row_sum + c), factor;
-    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, probs_below, rescale_exp, write_at(c));
+    softmax_column<T>(scores + c, keys, f.ld, nullptr, m, l, factor, probs_below, rescale_exp, write_at(c));
     store<T>(row_max + c, m);
     store<T>(row_sum + c, l);
     store<T>(rescale + c, factor);
@@ -139,8 +140,9 @@ FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, T* scores, T* row_max
 
 // Replaces S by P. `In`: the type of q, k, v. P is as exact as products of this type require.
 template <class T, class In = T>
-inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
-  softmax_of_tile<In, T>(f, unit, scores, row_max, row_sum, rescale, [&](int64_t c) FA_INLINE_LAMBDA {
+inline void online_softmax(const TileFrame& f, const KeyStairs& stairs, T unit, T* scores, T* row_max,
+                           T* row_sum, T* rescale) {
+  softmax_of_tile<In, T>(f, stairs, unit, scores, row_max, row_sum, rescale, [&](int64_t c) FA_INLINE_LAMBDA {
     return [&f, column = scores + c](int64_t j, Vec<T> first, Vec<T> second) FA_INLINE_LAMBDA {
       store<T>(column + j * f.ld, first);
       if (j + 1 < f.keys) store<T>(column + (j + 1) * f.ld, second);
@@ -151,8 +153,8 @@ inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T*
 #if defined(FA_DOT_BFLOAT16)
 
 // Writes P as probs_operand(probs, ...), rounded to bfloat16. The sum is of P before rounding.
-inline void softmax_to_pairs(const TileFrame& f, float unit, float* scores, Pair* probs, float* row_max,
-                             float* row_sum, float* rescale) {
+inline void softmax_to_pairs(const TileFrame& f, const KeyStairs& stairs, float unit, float* scores,
+                             Pair* probs, float* row_max, float* row_sum, float* rescale) {
   const LeftPairs layout = probs_operand(probs, f.keys, f.ld);
   const auto write_at = [&](int64_t c) FA_INLINE_LAMBDA {
 #if defined(FA_HAS_TILE_REGISTERS)
@@ -162,7 +164,7 @@ inline void softmax_to_pairs(const TileFrame& f, float unit, float* scores, Pair
                FA_INLINE_LAMBDA { store_elements(to + j / 2 * depth, pair_up(first, second)); };
 #endif
   };
-  softmax_of_tile<BFloat16, float>(f, unit, scores, row_max, row_sum, rescale, write_at);
+  softmax_of_tile<BFloat16, float>(f, stairs, unit, scores, row_max, row_sum, rescale, write_at);
 }
 
 #endif
