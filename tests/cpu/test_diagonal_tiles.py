@@ -1,4 +1,4 @@
-"""Tiles on the diagonal of a causal mask: products leave out keys that no query of a step sees, so their scores are never written."""
+"""Tiles on the diagonal of a causal mask: products leave out keys that no query of a step sees."""
 
 import pytest
 import torch

@@ -89,10 +89,33 @@ FA_INLINE Vec<T> prob_of(Vec<T> score, Terms reference, Terms correction) {
              : prob_exp<In, T>((score - reference) - correction, T(kLog2E), Exp2<T>::kLowestProb);
 }
 
-// Calls use(score) for each part of a tile that is not masked, with the scores in s.probs.
+// Calls use(frame) for the two halves of the queries of a tile, each with the keys that the band shows to it, if the halves have
+// fewer elements, as on the diagonal of a causal mask. Otherwise calls use(tile).
+template <class T, class Use>
+void for_each_half(const AttentionParams& p, const TileFrame& tile, const Use& use) {
+  constexpr int64_t kHalf = backward_tiling<T>().block_q / 2, kAlignment = 16;  // as keys_of_tiles()
+  if (p.mask || p.functions || tile.queries <= kHalf) return use(tile);
+  const auto half_of = [&](int64_t first, int64_t queries) {
+    TileFrame half = tile;
+    half.i0 += first;
+    half.queries = queries;
+    const Range seen = visible_keys(p.band, half.i0, half.i0 + queries, tile.j0 + tile.keys);
+    half.j0 += std::max<int64_t>(seen.begin - tile.j0, 0) / kAlignment * kAlignment;
+    half.keys = std::max<int64_t>(seen.end - half.j0, 0);
+    half.ld = round_up_to_lanes<T>(half.keys);
+    return half;
+  };
+  const TileFrame halves[] = {half_of(0, kHalf), half_of(kHalf, tile.queries - kHalf)};
+  const auto elements = [](const TileFrame& f) { return f.queries * f.keys; };
+  if (8 * (elements(halves[0]) + elements(halves[1])) > 7 * elements(tile)) return use(tile);
+  for (const TileFrame& half : halves)
+    if (half.keys > 0) use(half);
+}
+
+// Calls use(score) for each part of a tile that a function's mask shows, with the scores in s.probs.
 template <class In, class T, class Use>
-void for_each_part(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& whole,
-                   const Use& use) {
+void for_each_shown_part(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& whole,
+                         const Use& use) {
   const MaskTile<T> mask =
       with_functions<T>(p, whole, load_mask_tile<T>(p.mask, whole, s.mask), s.mask.functions);
   if (mask.masked == TileMask::kAll) return;
@@ -100,6 +123,13 @@ void for_each_part(const BackwardParams& p, BackwardScratch<In, T>& s, const Til
     s.products.scores(p, f, s.probs);
     use(finish_scores<T>(p, f, own, s.probs, s.tanh_tile));
   });
+}
+
+// The same for the parts that the band and the mask show.
+template <class In, class T, class Use>
+void for_each_part(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& tile,
+                   const Use& use) {
+  for_each_half<T>(p, tile, [&](const TileFrame& half) { for_each_shown_part<In, T>(p, s, half, use); });
 }
 
 // Fills s.dscores with dP.

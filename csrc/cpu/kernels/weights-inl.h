@@ -37,7 +37,7 @@ BackwardWorkspace<T> allocate_weights_pass(Arena& arena, const WeightsParams& p,
 template <class In, class T>
 void add_weights_of_tile(const WeightsParams& p, BackwardScratch<In, T>& s, const TileFrame& f,
                          const RowTerms<T>& rows, T* sum) {
-  for_each_part<In, T>(p, s, f, [&](const ScoreTile<T>&) {  // one part: there are no functions
+  for_each_shown_part<In, T>(p, s, f, [&](const ScoreTile<T>&) {  // one part: there are no functions
     if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
     for_row_size<In>(p.dtype, [&](auto element) {
       for (int64_t r = 0; r < f.queries; ++r) {
