@@ -77,7 +77,7 @@ def decoding(
     for page_size in (16, 256):
         pages = length // page_size
         table = torch.randperm(batch * pages).int().view(batch, pages)
-        paged = kv.view(2, batch * pages, page_size, heads_kv, head_dim)
+        paged = kv.clone().view(2, batch * pages, page_size, heads_kv, head_dim)  # no other call has just read it
         calls[f"pages of {page_size}"] = partial(
             flash_attn_with_kvcache, q, *paged, cache_seqlens=lengths, block_table=table
         )

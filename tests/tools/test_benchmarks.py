@@ -237,6 +237,13 @@ def test_between_rounds_something_untimed_runs_first():
     assert [len(t) for t in times] == [2, 2]
 
 
+def test_a_function_before_each_timed_call():
+    calls = []
+    functions = [lambda: calls.append("a"), lambda: calls.append("b")]
+    time_in_turn(functions, seconds=0, rounds=(2, 2), before=lambda function: calls.append(functions.index(function)))
+    assert calls == ["a", "b", 0, "a", 1, "b", 0, "a", 1, "b"]
+
+
 def test_shuffled_rounds_run_all_functions_in_changing_order():
     calls = []
     functions = [lambda n=n: calls.append(n) for n in range(4)]

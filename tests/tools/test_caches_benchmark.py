@@ -25,12 +25,30 @@ def test_the_formats_hold_the_same_rows(name):
     assert error <= allowed
 
 
+def test_pages_share_no_memory_with_the_bfloat16_cache():
+    k, v = torch.randn(2, 1, 32, 2, caches.D).bfloat16()
+    own = caches.in_pages(k, v)
+    assert own["k_cache"].data_ptr() != k.data_ptr()
+    assert own["v_cache"].data_ptr() != v.data_ptr()
+
+
 def test_the_table(monkeypatch, tmp_path):
-    threads, path = torch.get_num_threads(), tmp_path / "text"
-    monkeypatch.setattr(caches, "time_in_turn", lambda calls, **_: [[0.002 * (n + 1)] for n in range(len(calls))])
+    threads, path, befores = torch.get_num_threads(), tmp_path / "text", []
+
+    def times(calls, *, before, **_):
+        befores.append(before)
+        return [[0.002 * (n + 1)] for n in range(len(calls))]
+
+    monkeypatch.setattr(caches, "time_in_turn", times)
+    monkeypatch.setattr(caches, "FITS", 4 * 32 * caches.D)
     try:
-        caches.main(["--shapes", "1,2,1,32", "--threads", "1", "--text", str(path)])
+        caches.main(["--shapes", "1,2,1,32", "1,2,1,64", "--threads", "1", "--text", str(path)])
     finally:
         torch.set_num_threads(threads)
     rows = [line.replace(" ", "") for line in path.read_text().splitlines()]
-    assert "|1,2,1,32|2.00|2.00|3.00|4.00|5.00|6.00|7.00|8.00|9.00|" in rows
+    for first in ("1,2,1,32|memory", "1,2,1,32|repeated", "1,2,1,64|memory"):
+        assert f"|{first}|2.00|2.00|3.00|4.00|5.00|6.00|7.00|8.00|9.00|" in rows
+    assert not any(row.startswith("|1,2,1,64|repeated") for row in rows)
+    calls = []
+    befores[3](lambda: calls.append(1))  # of the first shape, "repeated"
+    assert calls == [1]
