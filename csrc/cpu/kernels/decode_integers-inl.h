@@ -35,10 +35,10 @@ struct IntegerProducts {
   }
 
   // Whether this struct multiplies head n's keys or values: few rows, or rows as lanes. The factors must be loaded before.
-  bool multiply_few_rows(int64_t n, const CacheScale& scale) const {
+  bool multiplies_few_rows(int64_t n, const CacheScale& scale) const {
     return t.form.is_int8 ? !scale || t.s.multiplied[n] : t.form.is_int4 && t.s.multiplied[n];
   }
-  bool multiply_lanes(int64_t n, const CacheScale& scale) const {
+  bool multiplies_lanes(int64_t n, const CacheScale& scale) const {
     return t.form.has_byte_lanes && (t.s.multiplied[n] || (t.cache.dtype == CacheDType::kInt8 && !scale));
   }
 

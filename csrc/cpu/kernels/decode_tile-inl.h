@@ -63,11 +63,11 @@ struct DecodeTile {
     for (int64_t j = 0, count; j < keys; j += count) {
       count = form.rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
-        if (integers().multiply_few_rows(n, cache.k_scale)) {
+        if (integers().multiplies_few_rows(n, cache.k_scale)) {
           integers().load_scores(n, source, j, count, ahead);
           continue;
         }
-        if (integers().multiply_lanes(n, cache.k_scale)) {
+        if (integers().multiplies_lanes(n, cache.k_scale)) {
           integers().load_lane_scores(n, source, j, count, key_factor(n), ahead);
           continue;
         }
@@ -89,7 +89,7 @@ struct DecodeTile {
     }
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n) {
-      if (integers().multiply_few_rows(n, cache.k_scale)) integers().multiply_units_of_queries(n);
+      if (integers().multiplies_few_rows(n, cache.k_scale)) integers().multiply_units_of_queries(n);
       if (!s.multiplied[n] || form.is_int4) continue;
       if (!stays_transposed)
         for (int64_t row = 0; row < rows; ++row)
@@ -103,10 +103,10 @@ struct DecodeTile {
   void softmax(int64_t n, const TileSource& values, const SplitResult<T>& r) const {
     const int64_t h_kv = heads.first + n;
     s.multiplied[n] = integers().load_value_factors(n);
-    const bool as_integers = integers().multiply_few_rows(n, cache.v_scale);
+    const bool as_integers = integers().multiplies_few_rows(n, cache.v_scale);
     if (stays_transposed) {
       LaneSoftmax<In, T>{*this}.replace_scores(n, r);
-      const bool as_bytes = integers().multiply_lanes(n, cache.v_scale);
+      const bool as_bytes = integers().multiplies_lanes(n, cache.v_scale);
       if (s.multiplied[n] && !as_bytes && !pairs_probs(n))
         multiply_keys_of_lanes(n, s.value_factors + n * ld);
       s.added[n] = may_mask() && !as_bytes && !values_are_finite(n, values);
@@ -164,7 +164,7 @@ struct DecodeTile {
         const int64_t some = std::min(step, keys - first);
         for (int64_t n = 0; n < heads.count; ++n) {
           if (s.added[n]) continue;
-          if (integers().multiply_lanes(n, cache.v_scale)) {
+          if (integers().multiplies_lanes(n, cache.v_scale)) {
             integers().add_lane_values(n, source, first, some, result_of(n), ahead);
             continue;
           }
@@ -183,7 +183,7 @@ struct DecodeTile {
     for (int64_t j = 0, count; j < keys; j += count) {
       count = form.rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
-        if (integers().multiply_few_rows(n, cache.v_scale))
+        if (integers().multiplies_few_rows(n, cache.v_scale))
           integers().add_chunk(n, source, j, ahead);
         else if (!s.added[n])
           add_rows_of_values(n, j, count, value_rows_of(n, source, j, count, s.value_copy), ahead);
@@ -191,7 +191,7 @@ struct DecodeTile {
     }
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n) {
-      if (integers().multiply_few_rows(n, cache.v_scale))
+      if (integers().multiplies_few_rows(n, cache.v_scale))
         integers().add_sums(n, result_of(n).out);
       else if (!s.added[n])
         add_rows<T>(result_of(n).out, sums_of(n), rows * d_v);
@@ -233,7 +233,7 @@ struct DecodeTile {
   // not be finite, P is rounded later.
   bool pairs_probs(int64_t n) const {
     return ManyRowsOperands<In, T>::kPairsProbs && stays_transposed && !may_mask() && form.has_blocks &&
-           !integers().multiply_lanes(n, cache.v_scale) &&
+           !integers().multiplies_lanes(n, cache.v_scale) &&
            (!s.multiplied[n] || has_constant_factor(cache.v_scale));
   }
 
