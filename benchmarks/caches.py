@@ -82,8 +82,8 @@ def measure(shape: str, seconds: float, placements: int) -> list[list[str]]:
             calls = [lambda q=q, own=own: flash_attn_with_kvcache(q, **own) for own in caches]
             times = time_in_turn(calls, seconds=seconds / placements, rounds=(5, 2000), before=before, shuffle=True)
             medians.append([statistics.median(t) for t in times])
-        base, *ratios_of = (statistics.mean(each) for each in zip(*medians, strict=True))
-        rows.append([shape, state, f"{base * 1e3:.2f}", *(f"{time / base:.2f}" for time in ratios_of)])
+        base, *times_of_others = (statistics.mean(each) for each in zip(*medians, strict=True))
+        rows.append([shape, state, f"{base * 1e3:.2f}", *(f"{time / base:.2f}" for time in times_of_others)])
     return rows
 
 

@@ -93,23 +93,18 @@ FA_INLINE Vec<T> prob_of(Vec<T> score, Terms reference, Terms correction) {
 // fewer elements, as on the diagonal of a causal mask. Otherwise calls use(tile).
 template <class T, class Use>
 void for_each_half(const AttentionParams& p, const TileFrame& tile, const Use& use) {
-  constexpr int64_t kHalf = backward_tiling<T>().block_q / 2, kAlignment = 16;  // as keys_of_tiles()
+  constexpr int64_t kHalf = backward_tiling<T>().block_q / 2;
   if (p.mask || p.functions || tile.queries <= kHalf) return use(tile);
-  const auto half_of = [&](int64_t first, int64_t queries) {
-    TileFrame half = tile;
-    half.i0 += first;
-    half.queries = queries;
-    const Range seen = visible_keys(p.band, half.i0, half.i0 + queries, tile.j0 + tile.keys);
-    half.j0 += std::max<int64_t>(seen.begin - tile.j0, 0) / kAlignment * kAlignment;
-    half.keys = std::max<int64_t>(seen.end - half.j0, 0);
-    half.ld = round_up_to_lanes<T>(half.keys);
-    return half;
+  const auto half_of = [&](int64_t begin, int64_t end) -> SeenPart {
+    const Range seen = visible_keys(p.band, tile.i0 + begin, tile.i0 + end, tile.j0 + tile.keys);
+    const Range keys{std::max<int64_t>(seen.begin - tile.j0, 0), seen.end - tile.j0};
+    if (keys.begin >= keys.end) return {};
+    return {{begin, end}, {SeenPart::in_steps(keys, tile.keys).begin, keys.end}};
   };
-  const TileFrame halves[] = {half_of(0, kHalf), half_of(kHalf, tile.queries - kHalf)};
-  const auto elements = [](const TileFrame& f) { return f.queries * f.keys; };
-  if (8 * (elements(halves[0]) + elements(halves[1])) > 7 * elements(tile)) return use(tile);
-  for (const TileFrame& half : halves)
-    if (half.keys > 0) use(half);
+  const SeenPart halves[] = {half_of(0, kHalf), half_of(kHalf, tile.queries)};
+  if (8 * (halves[0].elements() + halves[1].elements()) > 7 * tile.queries * tile.keys) return use(tile);
+  for (const SeenPart& half : halves)
+    if (half.elements() > 0) use(half.template frame<T>(tile));
 }
 
 // Calls use(score) for each part of a tile that a function's mask shows, with the scores in s.probs.

@@ -41,6 +41,28 @@ FA_INLINE Rows<In> copy_rows(const Rows<In>& from, int64_t count, In* to) {
   return {to, from.cols, from.cols};
 }
 
+// Calls body(n, end, page, row) for runs of the keys [j0, j0 + keys). The keys [n, end) follow each other in a cache or page,
+// from this row on.
+template <class Body>
+inline void for_each_cache_run(const AttentionParams& p, int64_t j0, int64_t keys, const Body& body) {
+  const CacheParams& cache = p.varlen.cache;
+  const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
+  for (int64_t n = 0, end; n < keys; n = end) {
+    const int64_t row = first + n;
+    end = std::min(keys, n + size - row % size);
+    body(n, end, cache.pages ? cache.pages.page_of(row) : cache.cache, row % size);
+  }
+}
+
+// Calls body(n, count, rows) for the rows [n, n + count) of the tile from key j0 on, page by page.
+template <class In, class Body>
+inline void for_each_page(const AttentionParams& p, const Tensor4& t, int64_t h_kv, int64_t j0, int64_t keys,
+                          int64_t cols, const Body& body) {
+  for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
+    body(n, end - n, Rows<In>{t.row<In>(page, h_kv, row), t.stride_s, cols});
+  });
+}
+
 // Returns rows [j0, j0 + keys) of `t` (k or v) with its scale. If copies_rows(), `copy` has room for the rows at
 // distance `ld`.
 template <class In>
@@ -50,20 +72,21 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
   const CacheParams& cache = p.varlen.cache;
   const PageTable& pages = cache.pages;
   const bool is_8_bit = cache.dtype != CacheDType::kOfQuery, is_part = is_part_of_key(p, t);
-  const int64_t own_cols = is_part ? cols - p.sizes.head_dim_v : cols;
+  const int64_t own_cols = cols - p.sizes.head_dim_v;  // of a part
   const int64_t first = pages ? p.varlen.first_k + j0 : j0, size = pages ? pages.page_size : 0;
   if (!pages && !is_8_bit && !is_part) return {t.row<In>(b, h_kv, j0), t.stride_s, cols};
-  if (pages && !is_8_bit && !is_part && first / size == (first + keys - 1) / size)
-    return {t.row<In>(pages.page_of(first), h_kv, first % size), t.stride_s, cols};
+  if (!is_8_bit && !is_part) {
+    if (first / size == (first + keys - 1) / size)
+      return {t.row<In>(pages.page_of(first), h_kv, first % size), t.stride_s, cols};
+    for_each_page<In>(p, t, h_kv, j0, keys, cols, [&](int64_t n, int64_t count, const Rows<In>& rows) {
+      copy_rows(rows, count, copy + n * ld);  // ld is cols
+    });
+    return {copy, ld, cols};
+  }
   for (int64_t n = 0; n < keys;) {
     const int64_t row = pages ? (first + n) % size : first + n;
     const int64_t page = pages ? pages.page_of(first + n) : cache.cache;
     const int64_t count = pages ? std::min(keys - n, size - row) : keys;
-    if (!is_8_bit && !is_part) {  // ld is cols
-      copy_rows<In>({t.row<In>(page, h_kv, row), t.stride_s, cols}, count, copy + n * ld);
-      n += count;
-      continue;
-    }
     for (int64_t r = 0; r < count; ++r, ++n) {
       In* to = copy + n * ld;
       if (cache.dtype == CacheDType::kLatent) {
@@ -82,11 +105,10 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
           scale ? copy_coded<dtype.value, true>(to, from, cols, factor)
                 : copy_coded<dtype.value, false>(to, from, cols, factor);
         });
-      } else {
+      } else {  // a part of a key
         const int64_t at = pages ? page : b;
         std::memcpy(to, t.row<In>(at, h_kv, row + r), own_cols * sizeof(In));
-        if (is_part)
-          std::memcpy(to + own_cols, p.v.row<In>(at, h_kv, row + r), p.sizes.head_dim_v * sizeof(In));
+        std::memcpy(to + own_cols, p.v.row<In>(at, h_kv, row + r), p.sizes.head_dim_v * sizeof(In));
       }
     }
   }
@@ -170,33 +192,11 @@ inline bool is_constant(const AttentionParams& p, const CacheScale& scale) {
   return scale && scale.stride_s == 0 && (!p.varlen.cache.pages || scale.stride_b == 0);
 }
 
-// Calls body(n, end, page, row) for runs of the keys [j0, j0 + keys). The keys [n, end) follow each other in a cache or page,
-// from this row on.
-template <class Body>
-inline void for_each_cache_run(const AttentionParams& p, int64_t j0, int64_t keys, const Body& body) {
-  const CacheParams& cache = p.varlen.cache;
-  const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
-  for (int64_t n = 0, end; n < keys; n = end) {
-    const int64_t row = first + n;
-    end = std::min(keys, n + size - row % size);
-    body(n, end, cache.pages ? cache.pages.page_of(row) : cache.cache, row % size);
-  }
-}
-
 // Whether a tile's rows are read page by page in place: pages of whole chunks, without a conversion from 8 bits.
 inline bool reads_pages(const AttentionParams& p, int64_t j0) {
   const CacheParams& cache = p.varlen.cache;
   return cache.pages && cache.dtype == CacheDType::kOfQuery && !cache.key_has_value &&
          cache.pages.page_size % kChunkRows == 0 && (p.varlen.first_k + j0) % kChunkRows == 0;
-}
-
-// Calls body(n, count, rows) for the rows [n, n + count) of the tile from key j0 on, page by page.
-template <class In, class Body>
-inline void for_each_page(const AttentionParams& p, const Tensor4& t, int64_t h_kv, int64_t j0, int64_t keys,
-                          int64_t cols, const Body& body) {
-  for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
-    body(n, end - n, Rows<In>{t.row<In>(page, h_kv, row), t.stride_s, cols});
-  });
 }
 
 // Loads the factors of the 8-bit rows of a tile, one per key, up to `ld` lanes. Returns whether the factors may be

@@ -86,7 +86,8 @@ struct IntegerProducts {
     if constexpr (DecodeBytes<In>::kExists)
       if (t.form.is_int8) t.s.bytes.finish_probs(n * t.rows, t.rows, t.s.scores, t.ld);
   }
-  // Sums of P V for the chunk of values from key j of the tile on: int32, those of int8 in the memory of sums_of(n).
+  // Computes sums of P V in int32, for the chunk of values from key j of the tile on. The sums of int8 are in the memory of
+  // sums_of(n).
   FA_INLINE void add_chunk(int64_t n, const TileSource& source, int64_t j, Prefetcher& ahead) const {
     Prefetcher nothing;
     const int64_t count = std::min(kChunkRows, t.keys - j), first_row = n * t.rows;

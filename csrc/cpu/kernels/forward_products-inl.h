@@ -82,7 +82,7 @@ struct ForwardProducts {
               bool accumulate = false, PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
     const int64_t d = p.sizes.head_dim;
     const auto multiply = [&](int64_t n, int64_t count, const Tile<T>& k) {
-      stairs.for_each_part(n, n + count, [&](int64_t j, int64_t end, int64_t lane) {
+      stairs.for_each_step(n, n + count, [&](int64_t j, int64_t end, int64_t lane) {
         gemm<T>(end - j, f.ld - lane,
                 {d, k.data + (j - n) * k.ld, k.ld, 1, q_transposed + lane, f.ld, out + j * f.ld + lane, f.ld,
                  accumulate, scale, nullptr, prefetch_hook});
@@ -201,7 +201,7 @@ struct ForwardProducts<BFloat16, float> {
     const CacheScale& scale_of_keys = p.varlen.cache.k_scale;
     const bool multiplied = load_factors<float>(p, scale_of_keys, h_kv, f.j0, f.keys, f.keys, factors);
     const auto multiply = [&](int64_t n, int64_t count, const Tile<Pair>& k) {
-      stairs.for_each_part(n, n + count, [&](int64_t j, int64_t end, int64_t lane) {
+      stairs.for_each_step(n, n + count, [&](int64_t j, int64_t end, int64_t lane) {
         gemm<float, Pair>(end - j, f.ld - lane,
                           {pairs_of(d), k.data + (j - n) * k.ld, k.ld, 1, q_transposed + lane, f.ld,
                            out + j * f.ld + lane, f.ld, accumulate, scale, nullptr, prefetch_hook});

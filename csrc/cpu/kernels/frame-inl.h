@@ -42,7 +42,7 @@ struct KeyStairs {
 
   // Calls body(begin, end, lane) for parts of the rows [first, last) of S^T: lanes from `lane` on see the keys [begin, end).
   template <class Body>
-  void for_each_part(int64_t first, int64_t last, const Body& body) const {
+  void for_each_step(int64_t first, int64_t last, const Body& body) const {
     for (int64_t n = 0; n < steps && first < last; ++n) {
       const int64_t end = std::min(keys[n], last);
       if (first < end) body(first, end, n * kQueries);

@@ -168,6 +168,16 @@ struct SeenPart {
     return {join(queries, other.queries), join(keys, other.keys)};
   }
   int64_t elements() const { return (queries.end - queries.begin) * (keys.end - keys.begin); }
+  // The frame of the part of a tile of the backward.
+  template <class T>
+  TileFrame frame(TileFrame f) const {
+    f.i0 += queries.begin;
+    f.queries = queries.end - queries.begin;
+    f.j0 += keys.begin;
+    f.keys = keys.end - keys.begin;
+    f.ld = round_up_to_lanes<T>(f.keys);
+    return f;
+  }
 };
 
 // Cuts a tile of the forward to the keys that `mask` shows. Then `mask` is the mask of the cut tile.
@@ -190,16 +200,10 @@ void for_each_seen_part(const TileFrame& f, const MaskTile<T>& mask, const Use& 
   if (mask.seen_keys.end == 0 || mask.bias) return use(f, mask);
   const auto use_part = [&](const SeenPart& part) {
     if (part.elements() == 0) return;
-    TileFrame own = f;
-    own.i0 += part.queries.begin;
-    own.queries = part.queries.end - part.queries.begin;
-    own.j0 += part.keys.begin;
-    own.keys = part.keys.end - part.keys.begin;
-    own.ld = round_up_to_lanes<T>(own.keys);
     MaskTile<T> own_mask = mask;
     own_mask.visible.first_query += part.queries.begin;
     own_mask.visible.first_key += part.keys.begin;
-    use(own, own_mask);
+    use(part.template frame<T>(f), own_mask);
   };
   const int64_t half = std::min<int64_t>(f.queries, 32);
   const SeenPart first = SeenPart::of(mask.visible, f, {0, half}),
