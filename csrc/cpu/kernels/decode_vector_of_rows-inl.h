@@ -150,7 +150,7 @@ FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) sum[n][b] = Vec<T>{};
   }
-  constexpr int64_t kBytesAtOnce = kHasVectorsOfRows ? 64 : 256;  // of a prefetch
+  constexpr int64_t kBytesAtOnce = 256;  // of a prefetch
   int64_t until_line = 1;
   for (int64_t step = 0; step < steps; ++step, q += kVectors * kBlocks * L) {
     decltype(load_elements(q)) query[kVectors][kBlocks];
