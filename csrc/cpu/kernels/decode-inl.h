@@ -197,15 +197,15 @@ void load_decode_queries(const AttentionParams& p, const DecodeScratch<In, T>& s
       const In* q = p.q.row<In>(task.b, (task.heads.first + n) * group + row / seqlen_q, row % seqlen_q);
       s.products.load_query(p, n * rows + row, q);
       if constexpr (DecodeBytes<In>::kExists && !kHasOnlyPanels)
-        if (s.bytes.q && multiplies_bytes<T>(rows)) s.bytes.load_query(p, n * rows + row, q);
+        if (s.bytes.q && multiplies_bytes<T>(p, rows)) s.bytes.load_query(p, n * rows + row, q);
       if constexpr (DecodeNibbles::kExists<In> && !kHasOnlyPanels)
-        if (s.nibbles.q && multiplies_nibbles<In, T>(rows)) s.nibbles.load_query(p, n * rows + row, q);
+        if (s.nibbles.q && multiplies_nibbles<In, T>(p, rows)) s.nibbles.load_query(p, n * rows + row, q);
     }
     s.products.finish_queries(p, n, rows);
-    if constexpr (kHasByteLanes<In>)
-      s.byte_lanes.load_queries(n, rows,
-                                reinterpret_cast<const BFloat16*>(s.products.q + n * rows * s.products.ldq),
-                                2 * s.products.ldq, s.products.scale);
+    if constexpr (kUsesIntegerLanes<In>)
+      if (multiplies_integer_lanes(p, rows))
+        s.integer_lanes.load_queries(n, rows, s.products.q + n * rows * s.products.ldq, s.products.ldq,
+                                     s.products.scale);
   }
 }
 

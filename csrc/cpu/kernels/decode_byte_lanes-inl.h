@@ -7,14 +7,9 @@
 //   S = u (256 sum_c high_c (k_c + z) + sum_c low_c (k_c + z) - z (256 sum_c high_c + sum_c low_c))
 //
 // The sums of integers are exact. A lane has kSpan units of four bytes of a key. int4 has two planes: even and odd columns.
-//
-// O += P V for values of int8 and int4: P is rounded to int16, and pairs of keys are multiplied (decode_lane_values-inl.h). int4
-// adds P times its nibbles to -8 times the sum of P.
 #pragma once
 
-#include "decode_many_rows-inl.h"
-#include "int16_rows-inl.h"
-#include "softmax-inl.h"
+#include "decode_integer_lanes-inl.h"
 
 #if defined(FA_DOT_BYTES)
 
@@ -68,109 +63,32 @@ FA_INLINE void byte_lanes_block(const int8_t* q, int64_t steps, const float* sta
   for (int n = 0; n < N / kSpan; ++n) store<float>(out + n * L, sum[n] * factors);
 }
 
-// Values of int4, without the offset, as pairs of int16 across two keys: the even and the odd columns.
-struct PairNibbles {
-  using E = Pair;
-  using Sum = S32;
-  static constexpr int kKeys = 2, kVectors = 2, kColumnsOfElement = 2;
-  FA_INLINE static void load(const int8_t* v, int64_t stride, bool is_last, int64_t, U32* value) {
-    const auto bytes_of = [](const int8_t* row) FA_INLINE_LAMBDA {
-      return widen(*reinterpret_cast<const UnalignedBytes*>(row));
-    };
-    const U32 bytes = is_last ? bytes_of(v) : bytes_of(v) | bytes_of(v + stride) << 16;
-    value[0] = bytes & 0x000f000fu;
-    value[1] = bytes >> 4 & 0x000f000fu;
-  }
-  FA_INLINE static void order_columns(S32* sum) {
-    F32 even = (F32)sum[0], odd = (F32)sum[1];
-    interleave_lanes<float>(even, odd);
-    sum[0] = (S32)even;
-    sum[1] = (S32)odd;
-  }
-};
-
-// Loads the scales of int4 rows with one group, as load_factors().
-inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int64_t h_kv, int64_t j0,
-                        int64_t keys, int64_t ld, float* factors) {
-  std::fill(factors, factors + ld, 1.0f);
-  F32 probe = {};
-  const auto load_run = [&](const auto* from, auto number, int64_t n, int64_t end) {
-    // The numbers of the whole run first: a vector load would wait for stores of its parts.
-    decltype(number) run[kMostDecodeKeys];
-    for (int64_t i = n; i < end; ++i, from += groups.scales.stride_s) run[i - n] = *from;
-    for (int64_t i = n; i < end; i += kLanes<float>) {
-      const F32 scales = load_columns<float>(run + (i - n), end - i);
-      store_columns<float>(factors + i, scales, end - i);
-      probe += scales * 0.0f;
-    }
-  };
-  for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
-    groups.is_float16 ? load_run(groups.scales.row<Float16>(page, h_kv, row), Float16{}, n, end)
-                      : load_run(groups.scales.row<float>(page, h_kv, row), 0.0f, n, end);
-  });
-  return sum_lanes<float>(probe) == 0.0f;
-}
-
-// In place of KeyFactors.
-struct NoFactors {
-  static float of(int64_t) { return 1.0f; }
-};
-
 // Q of the task's heads as bytes. A head has one or two blocks of rows.
-struct ByteLanes {
-  static constexpr int64_t kMostRows = kLanes<float>, kMostBlocks = 2;
+struct ByteLanes : IntegerLanes {
   static constexpr float kLargest = 127 * 256 + 127;
 
-  int8_t*
-      q;  // [heads][blocks][steps][planes][high, low][lanes][4]; null: the products of bfloat16 multiply the keys
+  int8_t* q;       // [heads][blocks][steps][planes][high, low][lanes][4]
   float* starts;   // [heads][blocks][high, low][lanes]   int32
-  float* factors;  // [heads][blocks][lanes]   of S^T: the scale of the scores, times the unit of each row
   float* widened;  // [D]   a row of q
   int16_t* rounded;
   int8_t* bytes;  // [planes][high, low][D / planes]   a row of q
-  int8_t* copy;  // [keys of a tile][bytes of a key or value]   only for pages of odd sizes, and the last keys
-  Pair* probs;   // [block_k / 2][lanes]   P^T of a block of rows as int16
-  int64_t block_bytes, cols, key_bytes, value_bytes;
-  int planes;
-  bool has_values;  // products of integers exist for V, too
+  int64_t block_bytes;
 
   static ByteLanes allocate(Arena& arena, const AttentionParams& p, int64_t heads, int64_t block_k) {
-    ByteLanes b{};
-    const CacheParams& cache = p.varlen.cache;
-    b.cols = p.sizes.head_dim;
-    b.planes = cache.dtype == CacheDType::kInt4 ? 2 : 1;
-    b.key_bytes = b.cols / b.planes;
-    b.value_bytes = p.sizes.head_dim_v / b.planes;
-    const auto has_one_scale = [&](const CacheGroups& groups) {
-      return cache.dtype == CacheDType::kInt8 ||
-             (cache.dtype == CacheDType::kInt4 && groups.count == 1 && !groups.zeros);
-    };
-    if (!has_one_scale(cache.k_groups) || b.key_bytes % 16 != 0) return b;
-    b.has_values = has_one_scale(cache.v_groups) && (b.planes == 1 || b.value_bytes % kLanes<float> == 0);
+    ByteLanes b{IntegerLanes::allocate(arena, p, heads, block_k)};
     b.block_bytes = 2 * b.cols * kLanes<float>;  // with kSpan 1
     b.q = arena.take<int8_t>(heads * kMostBlocks * b.block_bytes);
     b.starts = arena.take<float>(heads * kMostBlocks * 2 * kLanes<float>);
-    b.factors = arena.take<float>(heads * kMostBlocks * kLanes<float>);
     b.widened = arena.take<float>(round_up_to_lanes<float>(b.cols));
     b.rounded = arena.take<int16_t>(round_up_to_lanes<float>(b.cols));
     b.bytes = arena.take<int8_t>(2 * b.cols);
-    const int64_t whole = ceil_div(block_k, kChunkRows) * kChunkRows;
-    b.copy = arena.take<int8_t>(whole * std::max(b.key_bytes, b.value_bytes));
-    b.probs = arena.take<Pair>(whole / 2 * kLanes<float>);
     return b;
   }
 
-  bool multiplies(int64_t rows) const {
-    return q && rows <= kMostRows && fills_lanes<float>(rows) && uses_lane_blocks<float>(rows);
-  }
-  // Whether V is multiplied as integers, too. Each group of rows widens nibbles again, so several groups do not pay.
-  bool multiplies_values(int64_t rows) const {
-    return multiplies(rows) && has_values && (planes == 1 || rows <= kMostValueRows);
-  }
-
   // Loads the rows of the task's head `n`.
-  void load_queries(int64_t n, int64_t rows, const BFloat16* from, int64_t ld, float scale) const {
-    if (!multiplies(rows)) return;
+  void load_queries(int64_t n, int64_t rows, const Pair* pairs, int64_t ld_pairs, float scale) const {
+    const auto* from = reinterpret_cast<const BFloat16*>(pairs);
+    const int64_t ld = 2 * ld_pairs;
     for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
       const int64_t block = n * kMostBlocks + (first > 0);
       for_span<float>(count, [&](auto span) {
@@ -202,29 +120,6 @@ struct ByteLanes {
         planes == 1 ? load_block(std::integral_constant<int, 1>{})
                     : load_block(std::integral_constant<int, 2>{});
       });
-    });
-  }
-
-  // out += factor * P V for `keys` keys from all.first_key on. `v`: their chunks. `factors`: of each key; null: 1.
-  template <class ManyRows>
-  void add_values(const ManyRows& many, const AllProbs<float>& all, float factor, const float* factors,
-                  int64_t rows, const Rows<int8_t>* v, int64_t keys, float* out, int64_t ldo,
-                  Prefetcher& ahead) const {
-    for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
-      const int64_t lanes = lanes_of<float>(count);
-      const int64_t whole = ceil_div(keys, kChunkRows) * kChunkRows;
-      float units[kLanes<float>];
-      int32_t starts[kLanes<float>];
-      const float* p = many.block_of(all, first, count, keys);
-      factors ? round_probs(p, KeyFactors<float>(factors, lanes), whole, lanes, factor, units)
-              : round_probs(p, NoFactors{}, whole, lanes, factor, units);
-      const auto add = [&](auto values, const int32_t* from) {
-        add_values_of_lanes<decltype(values)>({probs, lanes, units, from}, count, v, keys, out + first * ldo,
-                                              ldo, ahead);
-      };
-      if (planes == 1) return add(PairValues<int8_t, S32>{}, nullptr);
-      sum_probs(whole, lanes, starts);
-      add(PairNibbles{}, starts);
     });
   }
 
@@ -274,55 +169,6 @@ struct ByteLanes {
                            bytes + 2 * plane * key_bytes);
     return unit;
   }
-
-  // starts = -(the offset of nibbles) * (the sum of the rounded P of each row).
-  void sum_probs(int64_t keys, int64_t lanes, int32_t* starts) const {
-    constexpr int L = kLanes<float>;
-    S32 sum = {};
-    for (int64_t n = 0; n < keys / 2 * lanes; n += L)
-      sum = multiply_add(sum, U32{} + 0x00010001u, load_elements(probs + n));
-    for (int d = L / 2; d >= lanes; d /= 2) sum += (S32)rotate<float>((F32)sum, d);
-    store<float>(reinterpret_cast<float*>(starts), (F32)(sum * -static_cast<int32_t>(kInt4Zero)));
-  }
-
-  // Rounds P^T of a block, [keys][lanes], times the factors of its keys, to pairs of keys, [keys / 2][lanes]. Sets factor *
-  // (the unit of each row).
-  template <class Factors>
-  void round_probs(const float* p, const Factors& factors, int64_t keys, int64_t lanes, float factor,
-                   float* units) const {
-    constexpr int L = kLanes<float>;
-    constexpr float kToWhole = 0x1.8p23f, kMost = std::numeric_limits<float>::max();
-    // Magnitudes compare like their bits. Inf and NaN compare above all finite numbers.
-    S32 highest = {};
-    const auto take = [&](S32 x) FA_INLINE_LAMBDA { highest = x > highest ? x : highest; };
-    for (int64_t n = 0; n < keys * lanes; n += L)
-      take((S32)(load<float>(p + n) * factors.of(n)) & 0x7fffffff);
-    for (int d = L / 2; d >= lanes; d /= 2) take((S32)rotate<float>((F32)highest, d));
-    const F32 largest = (F32)highest, zero = {};
-    const auto is_number = largest > zero && largest <= splat<float>(kMost);
-    F32 inverse = kLargestInt16 / largest;
-    inverse = inverse > splat<float>(kMost) ? splat<float>(kMost) : inverse;
-    const F32 if_none = largest == zero ? zero : splat<float>(std::numeric_limits<float>::quiet_NaN());
-    store<float>(units, is_number ? factor / inverse : if_none);
-    inverse = is_number ? inverse : zero;
-    const KeysOfLanes key(lanes);
-    for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
-      const auto whole_of = [&](int64_t at) FA_INLINE_LAMBDA {
-        return load<float>(p + at) * factors.of(at) * inverse + kToWhole;
-      };
-      const F32 first = whole_of(n), second = whole_of(n + L);
-      store_elements(probs + n / 2, ((U32)pick<float>(first, second, key.even) & 0xffffu) |
-                                        (U32)pick<float>(first, second, key.odd) << 16);
-    }
-  }
-};
-
-#else
-
-struct ByteLanes {
-  static ByteLanes allocate(Arena&, const AttentionParams&, int64_t, int64_t) { return {}; }
-  static bool multiplies(int64_t) { return false; }
-  static bool multiplies_values(int64_t) { return false; }
 };
 
 #endif

@@ -5,18 +5,19 @@
 // it, the unit of a row of Q is (its largest magnitude) / 16383.
 #pragma once
 
+#include "decode_integer_lanes-inl.h"
 #include "decode_products-inl.h"
 #include "int16_rows-inl.h"
 
-// Returns whether `rows` rows are multiplied by int8 without conversion, with columns as lanes. More rows are lanes.
+// Returns whether `rows` rows are multiplied by int8 without conversion, with columns as lanes.
 template <class T>
-constexpr bool multiplies_bytes(int64_t rows) {
-#if defined(FA_DOT_BYTES)  // decode_byte_lanes-inl.h is faster
+bool multiplies_bytes(const AttentionParams& p, int64_t rows) {
+#if defined(FA_DOT_BYTES)
   constexpr int64_t kMostRows = 0;
 #else
   constexpr int64_t kMostRows = 16;
 #endif
-  return rows <= kMostRows || !fills_lanes<T>(rows);
+  return (rows <= kMostRows || !fills_lanes<T>(rows)) && !multiplies_integer_lanes(p, rows);
 }
 
 #if defined(FA_DOT_INT16)

@@ -9,16 +9,14 @@ template <class In, class T>
 bool multiplies_panels(const AttentionParams& p, int64_t rows) {
   const CacheDType dtype = p.varlen.cache.dtype;
   return fills_lanes<T>(rows) && !uses_lane_blocks<T>(rows) &&
-         !(dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows)) &&
-         !(dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows));
+         !(dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(p, rows)) &&
+         !(dtype == CacheDType::kInt8 && multiplies_bytes<T>(p, rows));
 }
 
 template <class In, class T>
 struct DecodeForm {
   const AttentionParams& p;
   int64_t rows, keys;  // of the tile
-  bool byte_lanes;     // decode_byte_lanes-inl.h has a form for the rows
-  bool byte_values;    // and one for their product with V
 
   using Operands = ManyRowsOperands<In, T>;
   const Sizes& z = p.sizes;
@@ -26,14 +24,15 @@ struct DecodeForm {
 #if defined(FA_FEW_ROWS)  // only tiles of multiplies_panels()
   static constexpr bool is_int8 = false, is_int4 = false, all_at_once = true;
 #else
-  const bool is_int8 = DecodeBytes<In>::kExists && dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows);
+  const bool is_int8 = DecodeBytes<In>::kExists && dtype == CacheDType::kInt8 && multiplies_bytes<T>(p, rows);
   const bool is_int4 =
-      DecodeNibbles::kExists<In> && dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(rows);
+      DecodeNibbles::kExists<In> && dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(p, rows);
   const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
 #endif
   const bool has_blocks = all_at_once && uses_lane_blocks<T>(rows), is_panel = all_at_once && !has_blocks;
-  const bool has_byte_lanes = kHasByteLanes<In> && all_at_once && byte_lanes;
-  const bool has_byte_values = has_byte_lanes && byte_values;
+  // Whether decode_integer_lanes-inl.h has a form for the rows, and whether for their product with V.
+  const bool has_integer_lanes = kUsesIntegerLanes<In> && all_at_once && multiplies_integer_lanes(p, rows);
+  const bool has_integer_values = has_integer_lanes && multiplies_integer_values(p, rows);
 
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
   bool reads_keys_again() const { return has_blocks && rows_of_block<In, T>(rows) < rows; }
@@ -57,10 +56,10 @@ struct DecodeForm {
   // A product of keys counts lines of its elements. The prefetcher divides the number by 2 to this power.
   int log2_of_key_lines() const {
     const bool has_two_parts = reads_keys_again() && !kReadsKeysInPlace<In, T> && widening() == 0;
-    return (has_byte_lanes ? 0 : widening()) + has_two_parts;
+    return (has_integer_lanes ? 0 : widening()) + has_two_parts;
   }
   int log2_of_value_lines() const {
-    const int wider = has_byte_values ? 0 : widening();
+    const int wider = has_integer_values ? 0 : widening();
     if (FA_VECTOR_BYTES < 64 || !reads_values_again()) return wider;
     // Each reading prefetches a part of the rows, because many prefetches at once wait for each other. More parts would be less
     // than a cache line, and lines() is slow for less than a line.
@@ -73,7 +72,7 @@ struct DecodeForm {
     // a copy of widened keys, several blocks of lanes read each key, or several heads take turns.
     const bool copies_keys = (kHasVectorsOfRows || Operands::kWidensKeys) &&
                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
-    if (has_blocks && copies_keys) return kChunkRows;
+    if (has_blocks && copies_keys && !(kHasVectorsOfRows && converts_rows())) return kChunkRows;
     if (converts_rows())
       return std::min(kConvertedRows, rows_in_l1(heads * z.head_dim, (64 << 10) * sizeof(In)));
     return reads_keys_again() || (heads > 1 && !is_panel) ? rows_in_l1(heads * z.head_dim) : keys;

@@ -1,5 +1,5 @@
 // The products of a tile (decode_tile-inl.h) with keys and values of int8 and int4 that are not converted to floats. Few rows have
-// columns as lanes (decode_bytes-inl.h, decode_nibbles-inl.h). More rows are lanes (decode_byte_lanes-inl.h).
+// columns as lanes (decode_bytes-inl.h, decode_nibbles-inl.h). More rows are lanes (decode_integer_lanes-inl.h).
 #pragma once
 
 #include "decode_form-inl.h"
@@ -14,24 +14,24 @@ struct IntegerProducts {
   // Each function loads the factors of head n's keys or values. It returns whether they multiply scores or probabilities,
   // instead of rows.
   bool load_key_factors(int64_t n) const {
-    T* factors = t.s.key_factors + n * t.ld;
+    T* factors = t.s.key_factors + n * t.padded_keys;
     if constexpr (DecodeNibbles::kExists<In>)
       if (t.form.is_int4)
         return t.s.nibbles.keys_of(t.slot + n)
             .load(t.p, t.cache.k_groups, t.s.nibbles.of_key, t.heads.first + n, t.j0, t.keys);
-    if constexpr (kHasByteLanes<In>)
-      if (t.cache.dtype == CacheDType::kInt4 && t.form.has_byte_lanes)
-        return load_scales(t.p, t.cache.k_groups, t.heads.first + n, t.j0, t.keys, t.ld, factors);
-    return load_factors<T>(t.p, t.cache.k_scale, t.heads.first + n, t.j0, t.keys, t.ld, factors);
+    if constexpr (kUsesIntegerLanes<In>)
+      if (t.cache.dtype == CacheDType::kInt4 && t.form.has_integer_lanes)
+        return load_scales(t.p, t.cache.k_groups, t.heads.first + n, t.j0, t.keys, t.padded_keys, factors);
+    return load_factors<T>(t.p, t.cache.k_scale, t.heads.first + n, t.j0, t.keys, t.padded_keys, factors);
   }
   bool load_value_factors(int64_t n) const {
-    T* factors = t.s.value_factors + n * t.ld;
+    T* factors = t.s.value_factors + n * t.padded_keys;
     if constexpr (DecodeNibbles::kExists<In>)
       if (t.form.is_int4) return t.s.nibbles.load_values(t.p, t.heads.first + n, t.j0, t.keys);
-    if constexpr (kHasByteLanes<In>)
-      if (t.cache.dtype == CacheDType::kInt4 && t.form.has_byte_values)
-        return load_scales(t.p, t.cache.v_groups, t.heads.first + n, t.j0, t.keys, t.ld, factors);
-    return load_factors<T>(t.p, t.cache.v_scale, t.heads.first + n, t.j0, t.keys, t.ld, factors);
+    if constexpr (kUsesIntegerLanes<In>)
+      if (t.cache.dtype == CacheDType::kInt4 && t.form.has_integer_values)
+        return load_scales(t.p, t.cache.v_groups, t.heads.first + n, t.j0, t.keys, t.padded_keys, factors);
+    return load_factors<T>(t.p, t.cache.v_scale, t.heads.first + n, t.j0, t.keys, t.padded_keys, factors);
   }
 
   // Whether this struct multiplies head n's keys or values: few rows, or rows as lanes. The factors must be loaded before.
@@ -39,7 +39,7 @@ struct IntegerProducts {
     return t.form.is_int8 ? !scale || t.s.multiplied[n] : t.form.is_int4 && t.s.multiplied[n];
   }
   bool multiplies_lanes(int64_t n, const CacheScale& scale) const {
-    return t.form.has_byte_lanes && (t.s.multiplied[n] || (t.cache.dtype == CacheDType::kInt8 && !scale));
+    return t.form.has_integer_lanes && (t.s.multiplied[n] || (t.cache.dtype == CacheDType::kInt8 && !scale));
   }
 
   // S of few rows for `count` keys from key j of the tile on, without the units of q.
@@ -126,30 +126,30 @@ struct IntegerProducts {
   // factor * S or S^T with rows as lanes, for `count` keys from key j of the tile on.
   void load_lane_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T factor,
                         Prefetcher& ahead) const {
-    if constexpr (kHasByteLanes<In>) {
+    if constexpr (kUsesIntegerLanes<In>) {
       const Rows<int8_t> k =
-          rows_of(t.p.k, source, n, j, count, t.s.byte_lanes.key_bytes, t.s.byte_lanes.copy);
+          rows_of(t.p.k, source, n, j, count, t.s.integer_lanes.key_bytes, t.s.integer_lanes.copy);
       t.load_lane_scores(n, j, count, [&](const LaneTile<T>& to, int64_t first) {
-        t.s.byte_lanes.load_scores(t.slot + n, t.rows, k, first, count, factor, to, ahead);
+        t.s.integer_lanes.load_scores(t.slot + n, t.rows, k, first, count, factor, to, ahead);
       });
     }
   }
   // O += P V with rows as lanes, for `count` values from key `first` of the tile on.
   void add_lane_values(int64_t n, const TileSource& source, int64_t first, int64_t count,
                        const SplitResult<T>& r, Prefetcher& ahead) const {
-    if constexpr (kHasByteLanes<In>) {
+    if constexpr (kUsesIntegerLanes<In>) {
       const bool is_each_key =
           t.s.multiplied[n] && t.stays_transposed && !t.has_constant_factor(t.cache.v_scale);
-      const T* factors = is_each_key ? t.s.value_factors + n * t.ld + first : nullptr;
+      const T* factors = is_each_key ? t.s.value_factors + n * t.padded_keys + first : nullptr;
       Rows<int8_t> v[kTileChunks];
       for (int64_t j = 0; j < count; j += kChunkRows)
-        v[j / kChunkRows] =
-            rows_of(t.p.v, source, n, first + j, std::min(kChunkRows, count - j), t.s.byte_lanes.value_bytes,
-                    t.s.byte_lanes.copy + j * t.s.byte_lanes.value_bytes);
-      t.s.byte_lanes.add_values(t.s.products.many,
-                                {t.scores_of(n), t.stays_transposed ? t.lanes : t.ld, t.stays_transposed,
-                                 nullptr, first, t.padded_keys},
-                                t.value_factor(n), factors, t.rows, v, count, r.out, t.d_v, ahead);
+        v[j / kChunkRows] = rows_of(t.p.v, source, n, first + j, std::min(kChunkRows, count - j),
+                                    t.s.integer_lanes.value_bytes,
+                                    t.s.integer_lanes.copy + j * t.s.integer_lanes.value_bytes);
+      t.s.integer_lanes.add_values(t.s.products.many,
+                                   {t.scores_of(n), t.stays_transposed ? t.lanes : t.ld, t.stays_transposed,
+                                    nullptr, first, t.padded_keys},
+                                   t.value_factor(n), factors, t.rows, v, count, r.out, t.d_v, ahead);
     }
   }
 

@@ -182,15 +182,22 @@ inline Rows<In> with_whole_steps(const Rows<In>& k, int64_t keys, int64_t step, 
   return {copy, cols, cols};
 }
 
-// Calls body(span) with kSpan as a compile-time constant, for blocks that are no vectors of rows.
+// Calls body(span) with kSpan as a compile-time constant.
 template <class T, class Body>
-inline void for_span(int64_t rows, const Body& body) {
+inline void for_any_span(int64_t rows, const Body& body) {
   const int span = span_of<T>(rows);
   if constexpr (kMostSpan<T> >= 4)
     if (span == 4) return body(std::integral_constant<int, 4>{});
   if constexpr (kMostSpan<T> >= 2)
     if (span == 2) return body(std::integral_constant<int, 2>{});
-  if constexpr (!kHasVectorsOfRows) body(std::integral_constant<int, 1>{});
+  body(std::integral_constant<int, 1>{});
+}
+// The same for blocks that are no vectors of rows.
+template <class T, class Body>
+inline void for_span(int64_t rows, const Body& body) {
+  for_any_span<T>(rows, [&](auto span) {
+    if constexpr (span.value > 1 || !kHasVectorsOfRows) body(span);
+  });
 }
 
 // Returns the vector, loaded into a register. Otherwise the compiler may load it again for each multiply-add, and the loads are

@@ -8,14 +8,16 @@
 // bytes become words, and two operations separate the even and the odd columns.
 #pragma once
 
+#include "decode_integer_lanes-inl.h"
 #include "decode_products-inl.h"
 #include "int16_rows-inl.h"
 
-// Returns whether `rows` rows are multiplied by int4 without conversion. More rows are lanes if a conversion to bfloat16 takes
-// few instructions.
+// Returns whether `rows` rows are multiplied by int4 without conversion, with columns as lanes. More rows are lanes if a conversion
+// to bfloat16 takes few instructions.
 template <class In, class T>
-constexpr bool multiplies_nibbles(int64_t rows) {
-  return !(kLooksUpNibbles && std::is_same_v<In, BFloat16>) || !fills_lanes<T>(rows);
+bool multiplies_nibbles(const AttentionParams& p, int64_t rows) {
+  return (!(kLooksUpNibbles && std::is_same_v<In, BFloat16>) || !fills_lanes<T>(rows)) &&
+         !multiplies_integer_lanes(p, rows);
 }
 
 #if defined(FA_MULTIPLY_INT16)

@@ -4,6 +4,7 @@
 #include "decode_byte_lanes-inl.h"
 #include "decode_bytes-inl.h"
 #include "decode_nibbles-inl.h"
+#include "decode_word_lanes-inl.h"
 #include "dropout_tile-inl.h"
 #include "prefetcher-inl.h"
 
@@ -52,23 +53,31 @@ struct DecodeTiles {
   static int64_t whole_blocks(int64_t keys) { return keys / kDecodeKeys * kDecodeKeys; }
 };
 
-// Whether decode_byte_lanes-inl.h multiplies keys of int8 and int4.
+// The products of integers with rows as lanes, and whether queries of the type In use them.
 #if defined(FA_DOT_BYTES)
+using LaneIntegers = ByteLanes;
 template <class In>
-constexpr bool kHasByteLanes = std::is_same_v<In, BFloat16>;
+constexpr bool kUsesIntegerLanes = std::is_same_v<In, BFloat16>;
+#elif defined(FA_HAS_INTEGER_LANES)
+using LaneIntegers = WordLanes;
+template <class In>
+constexpr bool kUsesIntegerLanes = sizeof(In) == 2;  // float32 is more exact than int16
 #else
+struct LaneIntegers {
+  static LaneIntegers allocate(Arena&, const AttentionParams&, int64_t, int64_t) { return {}; }
+};
 template <class In>
-constexpr bool kHasByteLanes = false;
+constexpr bool kUsesIntegerLanes = false;
 #endif
 
 // Scratch of one thread. `rows` counts the rows of all heads of a task.
 template <class In, class T>
 struct DecodeScratch {
   DecodeProducts<In, T> products;
-  DecodeBytes<In> bytes;  // only if keys and values are int8
-  DecodeNibbles nibbles;  // only if keys and values are int4
-  ByteLanes byte_lanes;   // only if keys are int8 or int4
-  T* scores;              // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
+  DecodeBytes<In> bytes;       // only if keys and values are int8
+  DecodeNibbles nibbles;       // only if keys and values are int4
+  LaneIntegers integer_lanes;  // only if has_integer_keys()
+  T* scores;                   // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
   T* sums;  // [rows][D_v]       the tile's part of O, added to O as a whole. Over many tiles that rounds like a sum
             //                   of tiles, not like one chain of all keys
   MaskTile<T> mask;
@@ -98,10 +107,9 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
     s.nibbles = DecodeNibbles::allocate(arena, call, rows, heads, block_k);
   else
     s.nibbles = {};
-  if constexpr (kHasByteLanes<In>)
-    s.byte_lanes = ByteLanes::allocate(arena, call, heads, block_k);
-  else
-    s.byte_lanes = {};
+  s.integer_lanes = {};
+  if constexpr (kUsesIntegerLanes<In>)
+    if (has_integer_keys(call)) s.integer_lanes = LaneIntegers::allocate(arena, call, heads, block_k);
   s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
   s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
   // Only a bounded band can hide keys, or a function of the user.

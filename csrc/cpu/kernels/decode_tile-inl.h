@@ -28,8 +28,7 @@ struct DecodeTile {
   const int64_t rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
   const int64_t lanes = lanes_of<T>(rows);  // if all rows are multiplied at once
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
-  const DecodeForm<In, T> form{p, rows, keys, s.byte_lanes.multiplies(rows),
-                               s.byte_lanes.multiplies_values(rows)};
+  const DecodeForm<In, T> form{p, rows, keys};
   // If only the band hides keys, and only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
   const bool only_band_hides = !p.mask && !p.functions;
   const bool stays_transposed =
@@ -93,9 +92,9 @@ struct DecodeTile {
       if (!s.multiplied[n] || form.is_int4) continue;
       if (!stays_transposed)
         for (int64_t row = 0; row < rows; ++row)
-          multiply_lanes<T>(scores_of(n) + row * ld, s.key_factors + n * ld, ld);
+          multiply_lanes<T>(scores_of(n) + row * ld, s.key_factors + n * padded_keys, ld);
       else if (!has_constant_factor(cache.k_scale))
-        multiply_keys_of_lanes(n, s.key_factors + n * ld);
+        multiply_keys_of_lanes(n, s.key_factors + n * padded_keys);
     }
   }
 
@@ -108,7 +107,7 @@ struct DecodeTile {
       LaneSoftmax<In, T>{*this}.replace_scores(n, r);
       const bool as_bytes = integers().multiplies_lanes(n, cache.v_scale);
       if (s.multiplied[n] && !as_bytes && !pairs_probs(n))
-        multiply_keys_of_lanes(n, s.value_factors + n * ld);
+        multiply_keys_of_lanes(n, s.value_factors + n * padded_keys);
       s.added[n] = may_mask() && !as_bytes && !values_are_finite(n, values);
       if (s.added[n]) add_values_not_finite(n, values, r);
       return;
@@ -140,7 +139,8 @@ struct DecodeTile {
         }
       }
       if (s.multiplied[n] && !form.is_int4)
-        for (int64_t i = 0; i < count; ++i) multiply_lanes<T>(scores + i * ld, s.value_factors + n * ld, ld);
+        for (int64_t i = 0; i < count; ++i)
+          multiply_lanes<T>(scores + i * ld, s.value_factors + n * padded_keys, ld);
       if (isolate)
         add_rows_not_finite<In, T>(score, false, count, scores, ld, 1, gathered(), keys, r.out + row * d_v,
                                    d_v);
@@ -224,10 +224,10 @@ struct DecodeTile {
     return stays_transposed && is_constant(p, scale);
   }
   T key_factor(int64_t n) const {
-    return s.multiplied[n] && has_constant_factor(cache.k_scale) ? s.key_factors[n * ld] : T(1);
+    return s.multiplied[n] && has_constant_factor(cache.k_scale) ? s.key_factors[n * padded_keys] : T(1);
   }
   T value_factor(int64_t n) const {
-    return s.multiplied[n] && has_constant_factor(cache.v_scale) ? s.value_factors[n * ld] : T(1);
+    return s.multiplied[n] && has_constant_factor(cache.v_scale) ? s.value_factors[n * padded_keys] : T(1);
   }
   // Whether softmax() rounds head n's P to pairs in place, times the factor of all values. If each key has a factor, or values may
   // not be finite, P is rounded later.
