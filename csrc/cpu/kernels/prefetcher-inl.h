@@ -37,9 +37,10 @@ struct PrefetchDistance {
     // Several heads take turns. With 32 keys instead of 16, 1 query takes 1.0 to 1.1 of the time, and 4 queries take 0.9. With 32
     // keys instead of 64, 16 queries take up to 1.1.
     int64_t rows = heads.count == 1 || queries < 3 ? kChunkRows : queries <= 8 ? 2 * kChunkRows : kDecodeKeys;
-    // Rows of 8 and 4 bits are widened 64 at once, head after head. With 64 keys instead of 32, 4 heads a key head take 0.78 (float8)
-    // to 0.93 (int4) of the time on AVX2 (Zen 3, 8 key heads). Not measured on AVX-512.
-    if (FA_VECTOR_BYTES < 64 && element == 1 && heads.count > 1) rows = kDecodeKeys;
+    // Several rows of Q: up to 64 rows of 8 and 4 bits are widened at once, head after head. With 64 keys instead of 32, 4 heads a
+    // key head take 0.78 (float8) to 0.93 (int4) of the time on AVX2 (Zen 3, 8 key heads). Not measured on AVX-512.
+    if (FA_VECTOR_BYTES < 64 && element == 1 && heads.count > 1 && queries > 1)
+      rows = std::max(rows, std::min(kDecodeKeys, (64 << 10) / row / kChunkRows * kChunkRows));
     while (rows < block_k && rows * row < bytes) rows += kChunkRows;
     return {rows, rows >= block_k};
   }
