@@ -75,7 +75,8 @@ struct ByteLanes : IntegerLanes {
   int64_t block_bytes;
 
   static ByteLanes allocate(Arena& arena, const AttentionParams& p, int64_t heads, int64_t block_k) {
-    ByteLanes b{IntegerLanes::allocate(arena, p, heads, block_k)};
+    ByteLanes b{};
+    static_cast<IntegerLanes&>(b) = IntegerLanes::allocate(arena, p, heads, block_k);
     b.block_bytes = 2 * b.cols * kLanes<float>;  // with kSpan 1
     b.q = arena.take<int8_t>(heads * kMostBlocks * b.block_bytes);
     b.starts = arena.take<float>(heads * kMostBlocks * 2 * kLanes<float>);

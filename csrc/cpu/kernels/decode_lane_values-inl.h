@@ -114,7 +114,7 @@ struct PairValues {
     interleave(first, second, value[0], value[1]);
 #endif
   }
-  FA_INLINE static void order_columns(Sum* sum) {
+  FA_INLINE static void order_columns([[maybe_unused]] Sum* sum) {
 #if FA_VECTOR_BYTES == 32
     F32 rows[2] = {(F32)sum[0], (F32)sum[1]};
     transpose_parts<float, 4, 8, 1>(rows);

@@ -46,7 +46,8 @@ struct WordLanes : IntegerLanes {
   int16_t* row;      // [D]   a row of q, before its planes are separated
 
   static WordLanes allocate(Arena& arena, const AttentionParams& p, int64_t heads, int64_t block_k) {
-    WordLanes w{IntegerLanes::allocate(arena, p, heads, block_k)};
+    WordLanes w{};
+    static_cast<IntegerLanes&>(w) = IntegerLanes::allocate(arena, p, heads, block_k);
     w.q = arena.take<Pair>(heads * kMostBlocks * w.block_pairs());
     w.rounded = arena.take<int16_t>(kLanes<float> * w.cols);
     w.words = arena.take<int16_t>(kKeys * w.cols);
