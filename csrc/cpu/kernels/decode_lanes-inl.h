@@ -324,7 +324,7 @@ FA_NOINLINE void lanes_block(const E* q, int64_t groups, const E* k, int64_t ld,
 template <class T, class E>
 inline void load_query_lanes(const E* q, int64_t ldq, int64_t rows, int64_t depth, E* to) {
   const int64_t lanes = lanes_of<T>(rows);
-  for_span<T>(rows, [&](auto span) {  // copies of a constant size are no calls of memcpy
+  for_any_span<T>(rows, [&](auto span) {  // copies of a constant size are no calls of memcpy
     for (int64_t c = 0; c < depth; c += span)
       for (int64_t r = 0; r < lanes; ++r, to += span) {
         if (r < rows)

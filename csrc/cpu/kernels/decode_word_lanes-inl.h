@@ -64,11 +64,8 @@ struct WordLanes : IntegerLanes {
         factors[block * L + r] = scale * round_query(from + (first + r) * ld, rounded + r * cols);
       for (int64_t i = count; i < L; ++i)  // the vectors of several keys repeat the rows
         factors[block * L + i] = i % lanes < count ? factors[block * L + i % lanes] : 0.0f;
-      const int64_t pairs = cols / 2;
-      for_any_span<float>(count, [&](auto span) {
-        load_lanes<span.value>(reinterpret_cast<const Pair*>(rounded), pairs, count, pairs,
-                               q + block * block_pairs());
-      });
+      load_query_lanes<float>(reinterpret_cast<const Pair*>(rounded), cols / 2, count, cols / 2,
+                              q + block * block_pairs());
     });
   }
 
@@ -126,17 +123,6 @@ struct WordLanes : IntegerLanes {
       store_words(to + c, (U32)((bytes & 15) - zero));
       store_words(to + key_bytes + c, (U32)((bytes >> 4) - zero));
     }
-  }
-  // Copies pairs of rows to lanes: [pairs / kSpan][lanes / kSpan][kSpan].
-  template <int kSpan>
-  static void load_lanes(const Pair* from, int64_t ld, int64_t rows, int64_t pairs, Pair* to) {
-    for (int64_t c = 0; c < pairs; c += kSpan)
-      for (int64_t r = 0; r < kLanes<float> / kSpan; ++r, to += kSpan) {
-        if (r < rows)
-          std::memcpy(to, from + r * ld + c, kSpan * sizeof(Pair));
-        else
-          std::memset(to, 0, kSpan * sizeof(Pair));
-      }
   }
 };
 
