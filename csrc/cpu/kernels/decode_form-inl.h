@@ -53,16 +53,18 @@ struct DecodeForm {
   }
   bool is_in_one_place(const TileSource& source) const { return is_own_type() && source.in_one_place; }
 
-  // A product of keys counts lines of its elements. The prefetcher divides the number by 2 to this power.
+  // A product of keys counts lines of its elements. The prefetcher divides the number by 2 to this power. Several products that
+  // read the same rows prefetch a part each, because many prefetches at once wait for each other. With parts, 8 to 16 rows
+  // of float32 take 0.75 to 0.89 of the time on AVX2 (Zen 3, memory).
   int log2_of_key_lines() const {
-    const bool has_two_parts = reads_keys_again() && !kReadsKeysInPlace<In, T> && widening() == 0;
+    const bool has_two_parts =
+        reads_keys_again() && !(kHasSumsOfColumns && kReadsKeysInPlace<In, T>) && widening() == 0;
     return (has_integer_lanes ? 0 : widening()) + has_two_parts;
   }
   int log2_of_value_lines() const {
     const int wider = has_integer_values ? 0 : widening();
-    if (FA_VECTOR_BYTES < 64 || !reads_values_again()) return wider;
-    // Each reading prefetches a part of the rows, because many prefetches at once wait for each other. More parts would be less
-    // than a cache line, and lines() is slow for less than a line.
+    if (!reads_values_again()) return wider;
+    // More parts would be less than a cache line, and lines() is slow for less than a line.
     return wider + std::clamp(2 - wider, 0, readings_of_values() > 3 ? 2 : 1);
   }
 

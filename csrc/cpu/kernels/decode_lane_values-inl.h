@@ -191,6 +191,10 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
 #pragma GCC unroll 16
       for (int n = 0; n < NV; ++n)
         Values::load(v + n * kElements, stride, is_last, cols, value + n * Values::kVectors);
+      // With more rows the compiler loads each value once.
+      if constexpr (R == 2 && kHasVectorsOfRows && std::is_same_v<In, T>)
+#pragma GCC unroll 16
+        for (int n = 0; n < kVectors; ++n) value[n] = in_register(value[n]);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const auto prob = broadcast_element(p + r);
