@@ -27,23 +27,26 @@ template <class Ahead>
 class GradualPrefetch {
  public:
   GradualPrefetch(Ahead& ahead, int64_t lines, int64_t vectors)
-      : ahead_(ahead), lines_(lines), vectors_(vectors) {}
+      : ahead_(ahead), units_(lines > 0 && vectors > 0 ? ceil_div(lines * kLineUnits, vectors) : 0) {}
 
   PrefetchHook prefetch_hook() {
-    if (lines_ == 0) return {};
+    if (units_ == 0) return {};
     return {[](void* self, int64_t vectors) { static_cast<GradualPrefetch*>(self)->advance(vectors); }, this};
   }
 
  private:
   void advance(int64_t vectors) {
-    due_ += vectors * lines_;
-    ahead_.lines(due_ / vectors_);
-    due_ %= vectors_;
+    due_ += vectors * units_;
+    ahead_.lines(due_ / kLineUnits);
+    due_ %= kLineUnits;
   }
 
+  static constexpr int64_t kLineUnits =
+      1 << 16;  // of a line: a division for each register tile would take longer
+
   Ahead& ahead_;
-  const int64_t lines_, vectors_;
-  int64_t due_ = 0;  // lines that are due, times `vectors_`
+  const int64_t units_;  // for each vector
+  int64_t due_ = 0;      // units
 };
 
 template <class T, class E = T>
