@@ -244,7 +244,12 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
     };
     TileSources now = tile_at(begin);
     const int64_t element = p.varlen.cache.dtype == CacheDType::kOfQuery ? sizeof(In) : 1;
-    const auto distance = PrefetchDistance::of(now.keys, some, tiles.most, rows, element);
+    // The first panel of a product reads the whole tile. With this distance 48 and 64 rows of float32 take 0.93 of the time (AVX2,
+    // Zen 3), 16 bits 1.0. Not measured on AVX-512.
+    const bool reads_tile =
+        FA_VECTOR_BYTES < 64 && std::is_same_v<In, T> && multiplies_panels<In, T>(p, rows);
+    const auto distance = reads_tile ? PrefetchDistance{tiles.most, true}
+                                     : PrefetchDistance::of(now.keys, some, tiles.most, rows, element);
     if (s.prefetches && split == task.splits.begin && keys_from(begin) < end - begin && distance.is_tile &&
         !now.values.is_part_of(now.keys))
       Prefetcher({}, now.values, some, distance)
