@@ -47,7 +47,7 @@ inline int64_t bytes_of_head(const AttentionParams& p) {
 constexpr int64_t kL2Bytes = 2 << 20;
 
 // Two blocks of queries share tiles of K and V if the tiles are converted or come from pages, or if a head's keys and values do not
-// fit into L2, so that a task converts or reads each tile once. 49 to 96 queries of few heads take 0.87 to 0.95 of the time (AVX2,
+// fit into L2, so that a task converts or reads each tile once. 49 to 128 queries of few heads take 0.87 to 0.95 of the time (AVX2,
 // Zen 3).
 constexpr int64_t kMostBlocksPerTask = 2;
 template <class In, class T>
@@ -56,13 +56,12 @@ int64_t blocks_per_task(const AttentionParams& p, int threads) {
   constexpr int64_t kEnoughTasks =
       8;  // per thread; with fewer tasks, the last ones keep other threads waiting
   constexpr int64_t kQueries = forward_tiling<T>().block_q;
-  const int64_t tasks_of_head = ceil_div(z.seqlen_q, kMostBlocksPerTask * kQueries),
-                tasks = z.batch * z.heads * tasks_of_head;
-  // If each task is a whole head, and each thread has as many of them, no thread waits.
-  const bool has_equal_tasks =
-      !p.varlen && z.seqlen_q > kQueries && tasks_of_head == 1 && tasks % threads == 0;
+  const int64_t heads = z.batch * z.heads,
+                tasks = heads * ceil_div(z.seqlen_q, kMostBlocksPerTask * kQueries);
+  // The same tasks of all heads follow each other. If each thread has as many heads, no thread waits.
+  const bool has_equal_heads = (!p.varlen || z.batch == 1) && z.seqlen_q > kQueries && heads % threads == 0;
   const bool shares = converts_rows<In, T>(p.dtype) || copies_rows(p) || bytes_of_head(p) >= kL2Bytes;
-  return shares && (has_equal_tasks || tasks >= kEnoughTasks * threads) ? kMostBlocksPerTask : 1;
+  return shares && (has_equal_heads || tasks >= kEnoughTasks * threads) ? kMostBlocksPerTask : 1;
 }
 
 // Whether the products of a tile prefetch the next tile of K and V: if a head does not stay in L2, or if few blocks read the heads
