@@ -186,6 +186,11 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
 struct TileSources {
   TileSource keys, values;
 };
+template <class In>
+TileSources tile_sources(const AttentionParams& p, int64_t b, int64_t j0, int64_t keys) {
+  return {tile_source<In>(p, p.k, b, j0, keys, p.sizes.head_dim),
+          tile_source<In>(p, p.v, b, j0, keys, p.sizes.head_dim_v)};
+}
 
 // Returns whether all rows of a head have the same scale.
 inline bool is_constant(const AttentionParams& p, const CacheScale& scale) {

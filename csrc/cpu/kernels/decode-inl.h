@@ -237,11 +237,7 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
       const int64_t end_of_split = j0 < end ? end : end_of(std::min(split + 1, task.splits.end - 1));
       return std::min(tiles.keys_from(j0), end_of_split - j0);
     };
-    const auto tile_at = [&](int64_t j0) {
-      const int64_t keys = keys_from(j0);
-      return TileSources{tile_source<In>(p, p.k, b, j0, keys, z.head_dim),
-                         tile_source<In>(p, p.v, b, j0, keys, z.head_dim_v)};
-    };
+    const auto tile_at = [&](int64_t j0) { return tile_sources<In>(p, b, j0, keys_from(j0)); };
     TileSources now = tile_at(begin);
     const int64_t element = p.varlen.cache.dtype == CacheDType::kOfQuery ? sizeof(In) : 1;
     // The first panel of a product reads the whole tile. With this distance 48 and 64 rows of float32 take 0.93 of the time (AVX2,

@@ -163,15 +163,6 @@ QueryBlock<In, T> query_block(const AttentionParams& p, ForwardScratch<In, T> s,
   return {p, b, h, rows.begin, rows.end - rows.begin, score_unit<T>(p), s};
 }
 
-template <class In>
-TileSources sources_of_tile(const AttentionParams& p, int64_t b, int64_t j0, int64_t keys) {
-  return for_row_type<In>(p.dtype, [&](auto element) {
-    using Row = decltype(element);
-    return TileSources{tile_source<Row>(p, p.k, b, j0, keys, p.sizes.head_dim),
-                       tile_source<Row>(p, p.v, b, j0, keys, p.sizes.head_dim_v)};
-  });
-}
-
 // The blocks [first, first + count) of a head's queries. Blocks with the same first key share the tiles of K
 // and V, and the first of them prefetches the next tile. A block's tiles do not depend on the other blocks.
 template <class In, class T>
@@ -188,7 +179,9 @@ void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>&
       TileSources following;
       const TileSources* ahead = nullptr;
       if (prefetches && next < end) {
-        following = sources_of_tile<In>(p, b, next, std::min(block_k, end - next));
+        const int64_t keys = std::min(block_k, end - next);
+        following = for_row_type<In>(
+            p.dtype, [&](auto element) { return tile_sources<decltype(element)>(p, b, next, keys); });
         ahead = &following;
       }
       typename ForwardProducts<In, T>::Loaded tiles;

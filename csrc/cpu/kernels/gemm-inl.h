@@ -41,8 +41,8 @@ class GradualPrefetch {
     due_ %= kLineUnits;
   }
 
-  static constexpr int64_t kLineUnits =
-      1 << 16;  // of a line: a division for each register tile would take longer
+  // Units of a line. A division for each register tile would take longer.
+  static constexpr int64_t kLineUnits = 1 << 16;
 
   Ahead& ahead_;
   const int64_t units_;  // for each vector
