@@ -189,8 +189,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Inspection of the compiled half of flash_attn_ext; the operators are in torch.ops.flash_attn_ext.";
   using namespace flash_attn_ext;
   for (PyMethodDef* function :
-       {&kAttentionIfOrdinary, &kFlexIfOrdinary, &kVarlenIfOrdinary, &kCapturedRowsIfOrdinary,
-        &kKvcacheIfOrdinary, &kWriteCacheIfOrdinary, &kReadCacheIfOrdinary})
+       {&kFlashAttnIfOrdinary, &kAttentionIfOrdinary, &kFlexIfOrdinary, &kVarlenIfOrdinary,
+        &kCapturedRowsIfOrdinary, &kKvcacheIfOrdinary, &kWriteCacheIfOrdinary, &kReadCacheIfOrdinary})
     m.add_object(function->ml_name,
                  pybind11::reinterpret_steal<pybind11::object>(PyCFunction_New(function, nullptr)));
   pybind11::dict rows;  // of each operator's tensors

@@ -80,6 +80,8 @@ attention_merge_ = torch.ops.flash_attn_ext.attention_merge_.default
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
 # Functions that are not operators (csrc/ops/keys/eager.h).
+# Arguments: the positional arguments of flash_attn, and a dictionary of its keyword arguments.
+flash_attn_if_ordinary = _C.flash_attn_if_ordinary
 # Arguments: enable_gqa, return_lse, and the tensors and options of the operator in its schema's order.
 attention_if_ordinary = _C.attention_if_ordinary
 flex_if_ordinary = _C.flex_if_ordinary

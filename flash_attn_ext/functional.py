@@ -1,16 +1,17 @@
 """flash_attn: scaled dot product attention with torch's meaning, and more options by keyword.
 
-flash_attn passes an ordinary call to the operator. It makes a Call (_call.py) of every other call, which _attend.py
-runs. csrc/ops/checks checks shapes and dtypes, for every device.
+flash_attn passes an ordinary call to the operator. csrc/ops/keys/flash_attn_arguments.h reads its arguments.
+_flash_attn makes a Call (_call.py) of every other call, which _attend.py runs. csrc/ops/checks checks shapes and
+dtypes, for every device.
 """
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import _dense, _float8, _indexed, _int8, _ops, _packed
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["dropout_mask", "flash_attn", "new_rng_state"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def flash_attn(
+
+def _flash_attn(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -66,6 +70,64 @@ def flash_attn(
     out_dtype: torch.dtype | None = None,
     quantize: str | None = None,
     **unknown: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`flash_attn`. torch.compile traces this function. Eager calls that are not ordinary come here, too."""
+    if unknown:
+        raise unknown_argument("flash_attn", next(iter(unknown)))
+    has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
+    of_float8 = not (q_descale is None and k_descale is None and v_descale is None and out_dtype is None)
+    if of_float8 or quantize is not None or key_indices is not None or key_block_indices is not None:
+        return _not_ordinary(locals())
+    band_causal, lower_right, left, right = is_causal, False, None, None
+    aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
+    if causal is not None or window is not None or aligned:
+        band_causal, lower_right, left, right = band(causal, is_causal, window, aligned)
+    same_bits = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    if has_functions:
+        result = run_if_ordinary(
+            enable_gqa, return_lse,
+            (query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask),
+            (
+                scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
+                num_splits, unified_max, same_bits,
+            ),
+            (score_mod, mask_mod, block_mask),
+        )  # fmt: skip
+        return _not_ordinary(locals()) if result is None else result
+    if is_compiling():  # torch.compile traces the operator itself
+        return _not_ordinary(locals())
+    try:
+        result = _ops.attention_if_ordinary(
+            enable_gqa, return_lse,
+            query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask,
+            scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
+            num_splits, unified_max, same_bits,
+        )  # fmt: skip
+        return _not_ordinary(locals()) if result is None else result
+    except ValueError as error:
+        raise with_layout_hint(error, _tensors_of(locals())) from None
+
+
+_SIGNATURE = inspect.signature(_flash_attn)
+_PARAMETERS = tuple(name for name in _SIGNATURE.parameters if name != "unknown")
+
+
+def _with_arguments_of(_: Callable[_P, _R]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """For type checkers: a function with the arguments and the result of another function."""
+    return lambda function: function
+
+
+@_with_arguments_of(_flash_attn)
+def flash_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
 
@@ -172,44 +234,20 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
-    if unknown:
-        raise unknown_argument("flash_attn", next(iter(unknown)))
-    has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
-    of_float8 = not (q_descale is None and k_descale is None and v_descale is None and out_dtype is None)
-    if of_float8 or quantize is not None or key_indices is not None or key_block_indices is not None:
-        return _not_ordinary(locals())
-    band_causal, lower_right, left, right = is_causal, False, None, None
-    aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
-    if causal is not None or window is not None or aligned:
-        band_causal, lower_right, left, right = band(causal, is_causal, window, aligned)
-    same_bits = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    if has_functions:
-        result = run_if_ordinary(
-            enable_gqa, return_lse,
-            (query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask),
-            (
-                scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
-                num_splits, unified_max, same_bits,
-            ),
-            (score_mod, mask_mod, block_mask),
-        )  # fmt: skip
-        return _not_ordinary(locals()) if result is None else result
-    if is_compiling():  # torch.compile traces the operator itself
-        return _not_ordinary(locals())
-    try:
-        result = _ops.attention_if_ordinary(
-            enable_gqa, return_lse,
-            query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask,
-            scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
-            num_splits, unified_max, same_bits,
-        )  # fmt: skip
-        return _not_ordinary(locals()) if result is None else result
-    except ValueError as error:
-        raise with_layout_hint(error, _tensors_of(locals())) from None
+    # With 26 keyword arguments in place of **options, a call of one query takes 1.2 times as long: Python looks up
+    # each default.
+    if not is_dynamo_compiling():
+        try:
+            result = _ops.flash_attn_if_ordinary(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, options
+            )
+        except ValueError:  # _flash_attn raises it again, with a hint
+            result = None
+        if result is not None:
+            return result
+    return _flash_attn(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
 
 
-_SIGNATURE = inspect.signature(flash_attn)
-_PARAMETERS = tuple(name for name in _SIGNATURE.parameters if name != "unknown")
 flash_attn.__signature__ = _SIGNATURE.replace(parameters=[_SIGNATURE.parameters[name] for name in _PARAMETERS])
 
 

@@ -9,6 +9,7 @@ from reference import visible
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_ext import _ops, explain, flash_attn, flash_attn_varlen, functional
 from flash_attn_ext._call import Call
@@ -24,6 +25,7 @@ def qkv(seqlen_q=5, seqlen_k=7, head_dim=8, head_dim_v=8, **options):
 def test_the_eager_call_and_the_call_object_have_the_names_and_the_order_of_the_schema(monkeypatch):
     """Every argument of flash_attn reaches the operator, unchanged or as the options of the band."""
     eager = []
+    monkeypatch.setattr(_ops, "flash_attn_if_ordinary", lambda *arguments: None)
     monkeypatch.setattr(_ops, "attention_if_ordinary", lambda *arguments: eager.append(arguments))
     monkeypatch.setattr(functional, "attend", lambda call: (call, None))
     q, k, v = qkv()
@@ -44,6 +46,96 @@ def test_the_eager_call_and_the_call_object_have_the_names_and_the_order_of_the_
     assert enable_gqa is call.enable_gqa is call.return_lse is True
     assert (call.tensors, call.options) == (tensors, options)
     assert call == Call.from_arguments(_ops.DENSE, **arguments)
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+ORDINARY = [
+    {},
+    {"is_causal": True, "scale": 0.3, "enable_gqa": True},
+    {"attn_mask": torch.tensor([[[[True, False, True, True, False, True, True]]]]), "return_lse": True},
+    {"causal": "upper_left"},
+    {"causal": "lower_right", "is_causal": True, "diagonal": -1},
+    {"causal": None, "window": None, "alibi_slopes": None, "deterministic": None},
+    {"window": 2},
+    {"window": -1},
+    {"window": (1, None), "causal": "upper_left"},
+    {"window": (-1, 0), "is_causal": True},
+    {"alibi_slopes": SLOPES},
+    {"alibi_slopes": SLOPES, "is_causal": True},
+    {"attention_chunk": 3},
+    {"attention_chunk": 3, "causal": "upper_left", "first_key": 1},
+    {"attention_chunk": 0},
+    {"softcap": 1.5, "sink": torch.tensor([0.0, 1.0, 2.0, -3.0]), "deterministic": True},
+    {"key_mask": torch.tensor([[True] * 6 + [False], [False] + [True] * 6]), "num_splits": 2, "unified_max": 4.0},
+    {"dropout_p": 0.3, "rng_state": torch.tensor([3, 4])},
+]
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Records the arguments of each call of the operator, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _ops.attention:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            defaults = {a.name: a.default_value for a in func._schema.arguments}
+            self.calls.append(defaults | given)
+        return func(*args, **(kwargs or {}))
+
+
+def operator_call(function, *arguments, **options):
+    with OperatorCalls() as recorded:
+        result = function(*arguments, **options)
+    assert len(recorded.calls) == 1
+    return result, recorded.calls[0]
+
+
+@pytest.mark.parametrize("deterministic_mode", [False, True])
+@pytest.mark.parametrize("options", ORDINARY, ids=lambda options: ",".join(options) or "none")
+def test_an_ordinary_call_is_the_call_in_python(options, deterministic_mode):
+    """csrc/ops/keys/flash_attn_arguments.h reads the arguments as functional.py does."""
+    q, k, v = qkv()
+    by_position = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    keywords = {name: value for name, value in options.items() if name not in by_position}
+    positional = [options.get(name, default) for name, default in by_position.items()]
+    torch.use_deterministic_algorithms(deterministic_mode)
+    try:
+        direct, direct_call = operator_call(_ops.flash_attn_if_ordinary, q, k, v, *positional, keywords)
+        public, public_call = operator_call(flash_attn, q, k, v, **options)
+        in_python, python_call = operator_call(functional._flash_attn, q, k, v, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for result, call in ((direct, direct_call), (public, public_call)):
+        torch.testing.assert_close(result, in_python, rtol=0, atol=0)
+        assert call.keys() == python_call.keys()
+        for name, value in python_call.items():
+            assert call[name] is value if isinstance(value, torch.Tensor) else call[name] == value, name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": "left"},
+        {"causal": True},
+        {"window": "2"},
+        {"window": (1, 2, 3)},
+        {"window": 1.5},
+        {"window": torch.tensor(2)},
+        {"attention_chunk": True},
+        {"alibi_slopes": "steep"},
+        {"quantize": None},
+        {"score_mod": None},
+        {"unknown": 1},
+        {"window": 2, "nothing": None},
+    ],
+    ids=str,
+)
+def test_python_runs_a_call_with_another_argument_or_value(options):
+    q, k, v = qkv()
+    assert _ops.flash_attn_if_ordinary(q, k, v, None, 0.0, False, None, False, options) is None
 
 
 def test_gradients_belong_to_the_first_tensors():

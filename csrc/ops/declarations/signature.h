@@ -98,6 +98,14 @@ constexpr size_t position_of(std::string_view name) {
   return n;
 }
 
+// The same for an option.
+template <class Options>
+constexpr size_t position_of_option(std::string_view name) {
+  size_t n = 0;
+  while (Options::kNames[n] != name) ++n;
+  return n;
+}
+
 inline const at::Tensor* tensor_or_null(const at::Tensor& t) { return t.defined() ? &t : nullptr; }
 inline const at::Tensor* tensor_or_null(const OptionalTensor& t) { return t ? tensor_or_null(*t) : nullptr; }
 inline OptionalTensor defined_or_none(const at::Tensor& t) {

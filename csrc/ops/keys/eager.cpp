@@ -5,6 +5,7 @@
 #include "../autograd/autograd_calls.h"
 #include "../flex/flex.h"
 #include "../packed/varlen.h"
+#include "flash_attn_arguments.h"
 #include "from_python.h"
 #include "ordinary.h"
 
@@ -84,6 +85,19 @@ PyObject* call_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t cou
   END_HANDLE_TH_ERRORS
 }
 
+// The positional arguments of flash_attn, and a dictionary of its keyword arguments.
+PyObject* flash_attn_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  constexpr Py_ssize_t kCount = FlashAttnArguments::kPositional + 1;
+  TORCH_CHECK_TYPE(count == kCount && PyDict_CheckExact(arguments[kCount - 1]),
+                   "flash_attn_if_ordinary: internal error, got ", count, " arguments; allowed: ", kCount - 1,
+                   " and a dictionary");
+  FlashAttnArguments given(arguments);
+  if (!given.read(arguments[kCount - 1])) Py_RETURN_NONE;
+  return run_if_ordinary<Attention>(given.enable_gqa, given.return_lse, given.tensors, given.options);
+  END_HANDLE_TH_ERRORS
+}
+
 }  // namespace
 
 template <class Op>
@@ -91,6 +105,8 @@ PyMethodDef method(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(call_if_ordinary<Op>), METH_FASTCALL, nullptr};
 }
 
+PyMethodDef kFlashAttnIfOrdinary = {
+    "flash_attn_if_ordinary", reinterpret_cast<PyCFunction>(flash_attn_if_ordinary), METH_FASTCALL, nullptr};
 PyMethodDef kAttentionIfOrdinary = method<Attention>("attention_if_ordinary");
 PyMethodDef kFlexIfOrdinary = method<AttentionFlex>("flex_if_ordinary");
 PyMethodDef kVarlenIfOrdinary = method<AttentionVarlen>("varlen_if_ordinary");

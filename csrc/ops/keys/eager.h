@@ -5,13 +5,15 @@
 
 namespace flash_attn_ext {
 
-// attention_if_ordinary(enable_gqa, return_lse, tensors..., options...) returns out or (out, lse): attention for an ordinary
-// eager call. Tensors and options are in the order of the schema. It returns None if a mode, a subclass or a transform must
-// see the call. It also returns None if an argument does not have the operator's form: is_ordinary_tensor() in eager.cpp.
-// Python then calls torch.ops, which raises the errors.
-extern PyMethodDef kAttentionIfOrdinary;
-extern PyMethodDef kFlexIfOrdinary;    // the same for attention_flex
-extern PyMethodDef kVarlenIfOrdinary;  // the same for attention_varlen
+// Each function runs an ordinary eager call. It returns None if a mode, a subclass or a transform must see the call. It also
+// returns None if an argument does not have the operator's form: is_ordinary_tensor() in eager.cpp. Python then runs the call
+// through torch.ops, which raises the errors.
+//   flash_attn_if_ordinary   the positional arguments of flash_attn, and a dictionary of its keyword arguments. Returns out or
+//                            (out, lse)
+//   attention_if_ordinary    enable_gqa, return_lse, tensors..., options..., in the order of the schema. The same results
+extern PyMethodDef kFlashAttnIfOrdinary, kAttentionIfOrdinary;
+extern PyMethodDef kFlexIfOrdinary;    // as attention_if_ordinary, for attention_flex
+extern PyMethodDef kVarlenIfOrdinary;  // as attention_if_ordinary, for attention_varlen
 
 // eager_cache.cpp: calls on caches, CPU only. Each function returns None if the call is not ordinary, before it writes.
 //   kvcache_if_ordinary      the arguments of flash_attn_with_kvcache that a decode step has. Returns out or (out, lse)
