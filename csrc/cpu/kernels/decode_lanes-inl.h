@@ -134,11 +134,17 @@ struct LaneTile {
 template <class In, class T>
 constexpr bool kReadsKeysInPlace = kHasVectorsOfRows || (kHasSumsOfColumns && !std::is_same_v<In, T>);
 
+// Returns whether decode_sums_of_columns-inl.h computes the scores of a block of `rows` rows.
+template <class In, class T>
+constexpr bool columns_are_lanes(int64_t rows) {
+  return kReadsKeysInPlace<In, T> && !std::is_same_v<In, T> && rows <= kLanes<T> / 2;
+}
+
 // Returns whether they compute the scores of a block of `rows` rows.
 template <class In, class T>
 constexpr bool reads_keys_in_place(int64_t rows) {
   if (!kReadsKeysInPlace<In, T>) return false;
-  if (kHasSumsOfColumns) return rows <= kLanes<T> / 2;
+  if (kHasSumsOfColumns) return columns_are_lanes<In, T>(rows);
   return span_of<T>(rows) == 1 || !std::is_same_v<In, T>;
 }
 
@@ -166,7 +172,7 @@ constexpr bool scores_lanes_of(int64_t rows) {
 // Returns the number of elements of a row of Q in a block, padded for each form. Sums of columns repeat a row twice.
 template <class T>
 constexpr int64_t block_depth_of(int64_t depth) {
-  constexpr int64_t kStep = kHasSumsOfColumns ? 2 * kLanes<T> : kLanes<T>;
+  constexpr int64_t kStep = kHasSumsOfColumns || kHasVectorsOfRows ? 2 * kLanes<T> : kLanes<T>;
   return ceil_div(depth, kStep) * kStep * (kHasSumsOfColumns ? 2 : 1);
 }
 

@@ -173,7 +173,7 @@ struct ManyRows {
   using Operands = ManyRowsOperands<In, T>;
   using E = typename Operands::Element;
   // The columns of Q and of copied keys in vectors of rows are a multiple of the widest span.
-  using WidestForm = BlockForm<E, T, 1, kHasThreeQuarters<In, T>>;
+  using WidestForm = BlockForm<E, T, kHasThreeQuarters<In, T>>;
   static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64 ? WidestForm::kSpan : 1;
   static int64_t whole_columns(int64_t depth) { return ceil_div(depth, kSpanOfVectors) * kSpanOfVectors; }
 
@@ -344,17 +344,14 @@ struct ManyRows {
  private:
   // Q and S^T of a block that reads keys in place.
   static void load_block(const E* from, int64_t ldq, int64_t rows, int64_t depth, E* to) {
-    if constexpr (kHasSumsOfColumns)
-      load_columns_of_queries<In>(from, ldq, rows, depth, to);
-    else
-      load_block_of_queries<In, T>(from, ldq, rows, depth, to);
+    if (columns_are_lanes<In, T>(rows)) return load_columns_of_queries<In>(from, ldq, rows, depth, to);
+    if constexpr (!kHasSumsOfColumns) load_block_of_queries<In, T>(from, ldq, rows, depth, to);
   }
   void score_block(const E* own, int64_t rows, const Rows<In>& k, int64_t keys, T scale, T* out,
                    Prefetcher& ahead) const {
     In* copy = reinterpret_cast<In*>(k_tile);
-    if constexpr (kHasSumsOfColumns)
-      score_sums_of_columns<In>(own, rows, k, keys, scale, out, copy, ahead);
-    else
-      score_block_of_rows<In>(own, rows, k, keys, scale, out, copy, ahead);
+    if (columns_are_lanes<In, T>(rows))
+      return score_sums_of_columns<In>(own, rows, k, keys, scale, out, copy, ahead);
+    if constexpr (!kHasSumsOfColumns) score_block_of_rows<In>(own, rows, k, keys, scale, out, copy, ahead);
   }
 };

@@ -1,5 +1,5 @@
-// S^T of decode for a block of at most L rows. AVX-512: a whole vector of rows. AVX2: a whole vector of rows, or fewer rows and
-// keys of 16 bits.
+// S^T of decode for a block of at most L rows that need a whole vector. With keys of 16 bits, AVX2 has another form for at most
+// L / 2 rows (decode_sums_of_columns-inl.h).
 //
 // A load broadcasts kSpan neighbouring columns of a key, and kBlocks multiply-adds use it. With one load for each
 // multiply-add the loads would be the limit: these CPUs have two of each in a cycle.
@@ -50,14 +50,13 @@ struct KeyColumns<Float16, kSpan> {
 
 #endif
 
-// The form of the products for blocks that fill spans of kRest lanes of S^T: kRest = span_of(rows). kHasThree: three blocks, for
-// at most 3/4 of a vector of rows. Each broadcast has one use more, and no lanes of padding are multiplied.
-template <class In, class T, int kRest, bool kHasThree = false>
+// The form of the products. kHasThree: three blocks, for at most 3/4 of a vector of rows. Each broadcast has one use more, and
+// no lanes of padding are multiplied.
+template <class In, class T, bool kHasThree = false>
 struct BlockForm {
-  static constexpr int kLeastSpan = kHasThree || std::is_same_v<In, Float16> ? 4 : 2;
-  static constexpr int kSpan = kRest > kLeastSpan ? kRest : kLeastSpan,
-                       kBlocks = kHasThree ? 3 : kSpan / kRest;
-  static constexpr int kKeys = kDotSums / (kHasThree ? 2 : kBlocks), kLanesOut = kLanes<T> / kRest;
+  static constexpr int kSpan = kHasThree || std::is_same_v<In, Float16> ? 4 : 2,
+                       kBlocks = kHasThree ? 3 : kSpan;
+  static constexpr int kKeys = kDotSums / (kHasThree ? 2 : kBlocks);
   using Columns = KeyColumns<In, kSpan>;
   static constexpr int kStep = kSpan * Columns::kVectors;  // columns of a step
 };
@@ -65,14 +64,9 @@ struct BlockForm {
 // Calls body(form) with an object of the BlockForm for `rows` rows.
 template <class In, class T, class Body>
 inline void for_form(int64_t rows, const Body& body) {
-  if constexpr (kHasVectorsOfRows && !std::is_same_v<In, T>) {
-    const int rest = span_of<T>(rows);
-    if (rest == 4) return body(BlockForm<In, T, 4>{});
-    if (rest == 2) return body(BlockForm<In, T, 2>{});
-  }
   if constexpr (kHasThreeQuarters<In, T>)
-    if (rows <= kLanes<T> * 3 / 4) return body(BlockForm<In, T, 1, true>{});
-  body(BlockForm<In, T, 1>{});
+    if (rows <= kLanes<T> * 3 / 4) return body(BlockForm<In, T, true>{});
+  body(BlockForm<In, T>{});
 }
 
 // Copies q[r][c] of `rows` <= L rows: kBlocks vectors for each vector of columns. Rows of `q` are padded with zeros to whole
@@ -139,8 +133,7 @@ template <class Form, class In, class T, class E>
 FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                              T* out, Prefetcher& ahead) {
   using Columns = typename Form::Columns;
-  constexpr int L = kLanes<T>, N = Form::kKeys, kBlocks = Form::kBlocks, kVectors = Columns::kVectors,
-                kRest = L / Form::kLanesOut;
+  constexpr int L = kLanes<T>, N = Form::kKeys, kBlocks = Form::kBlocks, kVectors = Columns::kVectors;
   constexpr int64_t kBytes = N * Form::kStep * sizeof(In);  // of a step
   Vec<T> sum[N][kBlocks];
   const In* key[N];
@@ -172,12 +165,8 @@ FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64
       ahead.lines(ceil_div(until_line * kBytes, 64));
     }
   }
-  Vec<T> of_key[N];
 #pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) of_key[n] = sum_blocks<T, kBlocks>(sum[n]);
-  sum_spans<T, kRest, N>(of_key);
-#pragma GCC unroll 16
-  for (int n = 0; n < N / kRest; ++n) store<T>(out + n * L, of_key[n] * scale);
+  for (int n = 0; n < N; ++n) store<T>(out + n * L, sum_blocks<T, kBlocks>(sum[n]) * scale);
 }
 
 // S^T of a chunk of at most kChunkRows keys. Writes whole blocks of keys. `copy` has room for kChunkRows keys.
@@ -188,6 +177,6 @@ inline void score_block_of_rows(const E* q, int64_t rows, Rows<In> k, int64_t ke
     using Form = decltype(form);
     k = with_whole_steps(k, keys, Form::kStep, copy);
     for (int64_t j = 0; j < keys; j += Form::kKeys)
-      block_of_rows<Form>(q, k.cols / Form::kStep, k, j, keys, scale, out + j * Form::kLanesOut, ahead);
+      block_of_rows<Form>(q, k.cols / Form::kStep, k, j, keys, scale, out + j * kLanes<T>, ahead);
   });
 }
