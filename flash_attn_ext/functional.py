@@ -7,7 +7,7 @@ dtypes, for every device.
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -20,6 +20,7 @@ from ._call import FUNCTIONS, INDICES, OF_FLOAT8, Call
 from ._dropout import dropout_mask, new_rng_state
 from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
+from ._signature import with_arguments_of
 from ._tensor_checks import check_is_dense, is_causal_bias
 from .flex.attention import refuse_dtensors_with_functions, run_if_ordinary, run_with_functions
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from .flex.attention import MaskMod, ScoreMod
 
 __all__ = ["dropout_mask", "flash_attn", "new_rng_state"]
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 def _flash_attn(
@@ -108,16 +106,7 @@ def _flash_attn(
         raise with_layout_hint(error, _tensors_of(locals())) from None
 
 
-_SIGNATURE = inspect.signature(_flash_attn)
-_PARAMETERS = tuple(name for name in _SIGNATURE.parameters if name != "unknown")
-
-
-def _with_arguments_of(_: Callable[_P, _R]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """For type checkers: a function with the arguments and the result of another function."""
-    return lambda function: function
-
-
-@_with_arguments_of(_flash_attn)
+@with_arguments_of(_flash_attn)
 def flash_attn(
     query: Tensor,
     key: Tensor,
@@ -234,8 +223,6 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
-    # With 26 keyword arguments in place of **options, a call of one query takes 1.2 times as long: Python looks up
-    # each default.
     if not is_dynamo_compiling():
         try:
             result = _ops.flash_attn_if_ordinary(
@@ -248,9 +235,7 @@ def flash_attn(
     return _flash_attn(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
 
 
-flash_attn.__signature__ = _SIGNATURE.replace(parameters=[_SIGNATURE.parameters[name] for name in _PARAMETERS])
-
-
+_PARAMETERS = tuple(inspect.signature(flash_attn).parameters)
 _RENAMED = {"causal": "band_causal", "window_left": "left", "window_right": "right", "deterministic": "same_bits"}
 _VARIABLES_OF_OPTIONS = tuple((name, _RENAMED.get(name, name)) for name in _ops.DENSE.option_types)
 

@@ -1,15 +1,15 @@
 """flash_attn_with_kvcache: appends new tokens to a cache of keys and values, then attends to the cache."""
 
-import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import _cache, _ops
 from ._attend import handler_of_dtensors
 from ._indexed import refuse_dtensors
+from ._signature import with_arguments_of
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .flex.attention import MaskMod, ScoreMod
 
 
-def flash_attn_with_kvcache(
+def _flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -64,6 +64,52 @@ def flash_attn_with_kvcache(
     cache_format: str | None = None,
     q_descale: Tensor | None = None,
     out_dtype: "dtype | None" = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`flash_attn_with_kvcache`, for calls with keyword arguments and calls that are not ordinary."""
+    result = None
+    if (
+        qv is score_mod is mask_mod is block_mask is key_indices is key_block_indices is cache_format is None
+        and q_descale is out_dtype is None
+        and cu_seqlens_k_new is rotary_seqlens is page_table is tree_mask is learnable_sink is None
+        and not is_compiling()
+    ):
+        # An error here has the operator's argument names. The code below raises it again with the caller's names.
+        try:
+            result = _ops.kvcache_if_ordinary(
+                q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
+                alibi_slopes, sink, k_descale, v_descale, cu_seqlens_q, k_scales, v_scales, k_zeros, v_zeros,
+                cache_seqlens, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
+                return_softmax_lse, max_seqlen_q, attention_chunk,
+            )  # fmt: skip
+        except (TypeError, ValueError):
+            result = None
+    if result is not None:
+        return result
+    return _of_other_arguments(locals())
+
+
+@with_arguments_of(_flash_attn_with_kvcache)
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends ``k`` and ``v`` to the caches in place, then attends: flash-attention's function of this name.
 
@@ -158,24 +204,23 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023 (arXiv 2309.06180).
     """
-    result = None
-    if (
-        qv is score_mod is mask_mod is block_mask is key_indices is key_block_indices is cache_format is None
-        and q_descale is out_dtype is None
-        and cu_seqlens_k_new is rotary_seqlens is page_table is tree_mask is learnable_sink is None
-        and not is_compiling()
-    ):
-        # An error here has the operator's argument names. The code below raises it again with the caller's names.
-        with contextlib.suppress(TypeError, ValueError):
+    if not options and not is_dynamo_compiling():
+        try:
             result = _ops.kvcache_if_ordinary(
                 q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
-                alibi_slopes, sink, k_descale, v_descale, cu_seqlens_q, k_scales, v_scales, k_zeros, v_zeros,
+                alibi_slopes, None, None, None, None, None, None, None, None,
                 cache_seqlens, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
-                return_softmax_lse, max_seqlen_q, attention_chunk,
+                return_softmax_lse, None, 0,
             )  # fmt: skip
-    if result is not None:
-        return result
-    return _of_other_arguments(locals())
+        except (TypeError, ValueError):  # the function below raises it again
+            result = None
+        if result is not None:
+            return result
+    return _flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
+        **options,
+    )  # fmt: skip
 
 
 _PARAMETERS = tuple(inspect.signature(flash_attn_with_kvcache).parameters)

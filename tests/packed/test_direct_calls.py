@@ -52,6 +52,15 @@ ORDINARY = {
 }  # fmt: skip
 
 
+def test_errors_about_arguments_name_the_function():
+    with pytest.raises(TypeError, match=r"^flash_attn_with_kvcache\(\) got an unexpected keyword argument 'window'$"):
+        flash_attn_with_kvcache(*make()[:3], window=3)
+    with pytest.raises(
+        TypeError, match=r"^flash_attn_with_kvcache\(\) missing 1 required positional argument: 'v_cache'$"
+    ):
+        flash_attn_with_kvcache(torch.randn(1, 1, 4, 8), torch.randn(1, 3, 4, 8))
+
+
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("case", ORDINARY)
@@ -148,7 +157,7 @@ def test_a_dispatch_mode_sees_the_operator(direct):
     with Seen() as seen:
         flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=LENGTHS_TENSOR)
     assert "attention_cache" in seen.names
-    assert direct == [None]
+    assert set(direct) == {None}
 
 
 def test_a_function_mode_sees_the_calls(direct):
@@ -159,7 +168,7 @@ def test_a_function_mode_sees_the_calls(direct):
     q, k_cache, v_cache, _ = make()
     with Mode():
         flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=LENGTHS_TENSOR)
-    assert direct == [None]
+    assert set(direct) == {None}
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v"])
@@ -169,7 +178,7 @@ def test_no_gradient_is_lost(name, direct):
     tensors[name] = tensors[name].requires_grad_()
     with pytest.raises(NotImplementedError, match=f"{name}: got a tensor that requires a gradient"):
         flash_attn_with_kvcache(**tensors, cache_seqlens=LENGTHS_TENSOR)
-    assert direct == [None]
+    assert set(direct) == {None}
 
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "sink"])
@@ -178,7 +187,7 @@ def test_no_gradient_of_slopes_or_sink_is_lost(name, direct):
     q, k_cache, v_cache, _ = make()
     added = torch.rand(H, requires_grad=True)
     out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=LENGTHS_TENSOR, **{name: added})
-    assert direct == [None]
+    assert set(direct) == {None}
     with pytest.raises(RuntimeError, match="derivative for flash_attn_ext::attention_cache is not implemented"):
         out.sum().backward()
 
