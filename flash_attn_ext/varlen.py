@@ -4,7 +4,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, are_deterministic_algorithms_enabled
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import _float8, _ops
 from ._attend import attend
@@ -13,6 +13,7 @@ from ._indexed import KeyNumbers, refuse_dtensors
 from ._indexed_packed import attend_packed
 from ._options import band_of
 from ._second_query import without_second_query
+from ._signature import with_arguments_of
 from .flex.attention import run_packed_with_functions
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .flex.attention import MaskMod, ScoreMod
 
 
-def flash_attn_varlen(
+def _flash_attn_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,6 +63,43 @@ def flash_attn_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: "dtype | None" = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`flash_attn_varlen`, for calls with keyword arguments and calls that are not ordinary."""
+    if (
+        qv is score_mod is mask_mod is block_mask is key_indices is key_block_indices is None
+        and q_descale is k_descale is v_descale is out_dtype is None
+        and not is_compiling()  # torch.compile traces the operator itself
+    ):  # fmt: skip
+        band_causal, lower_right, left, right = band_of(causal, is_causal, window, alibi_slopes, attention_chunk)
+        result = _ops.varlen_if_ordinary(
+            enable_gqa, return_lse,
+            query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            rng_state,
+            scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
+            num_splits, unified_max,
+            are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+            max_seqlen_q, max_seqlen_k,
+        )  # fmt: skip
+        if result is not None:
+            return result
+    return _not_ordinary(locals())
+
+
+@with_arguments_of(_flash_attn_varlen)
+def flash_attn_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of each sequence to itself. The sequences are packed one after another in memory.
 
@@ -120,24 +158,19 @@ def flash_attn_varlen(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
-    if (
-        qv is score_mod is mask_mod is block_mask is key_indices is key_block_indices is None
-        and q_descale is k_descale is v_descale is out_dtype is None
-        and not is_compiling()  # torch.compile traces the operator itself
-    ):  # fmt: skip
-        band_causal, lower_right, left, right = band_of(causal, is_causal, window, alibi_slopes, attention_chunk)
+    if not options and not is_dynamo_compiling():
         result = _ops.varlen_if_ordinary(
-            enable_gqa, return_lse,
-            query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            rng_state,
-            scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
-            num_splits, unified_max,
-            are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-            max_seqlen_q, max_seqlen_k,
+            enable_gqa, False,
+            query, key, value, attn_mask, None, None, cu_seqlens_q, cu_seqlens_k, None, None, None,
+            scale, is_causal, False, 0, None, None, 0, 0, 0.0, dropout_p, 0, None,
+            are_deterministic_algorithms_enabled(), max_seqlen_q, max_seqlen_k,
         )  # fmt: skip
         if result is not None:
             return result
-    return _not_ordinary(locals())
+    return _flash_attn_varlen(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, dropout_p, is_causal,
+        scale, enable_gqa, **options,
+    )  # fmt: skip
 
 
 _PARAMETERS = tuple(inspect.signature(flash_attn_varlen).parameters)

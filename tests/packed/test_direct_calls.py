@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_ext import _ops, flash_attn_with_kvcache
+from flash_attn_ext import _ops, flash_attn_with_kvcache, kvcache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 B = len(LENGTHS)
@@ -50,6 +50,16 @@ ORDINARY = {
     "left padding": dict(cache_leftpad=torch.tensor([3, 0, 9, 5, 0])),
     "other caches": dict(cache_batch_idx=torch.tensor([4, 1, 2, 0, 3]), cache_seqlens=5),
 }  # fmt: skip
+
+
+def test_a_call_without_keyword_arguments_has_the_defaults_of_the_others(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_ops, "kvcache_if_ordinary", lambda *arguments: calls.append(arguments) or torch.ones(1))
+    arguments = (*map(torch.tensor, range(11)), 0.5, True, (3, 4), 1.5, False, torch.tensor(16), 2, True)
+    flash_attn_with_kvcache(*arguments)
+    kvcache._flash_attn_with_kvcache(*arguments)
+    for short, full in zip(*calls, strict=True):
+        assert short is full if isinstance(full, torch.Tensor) else (type(short), short) == (type(full), full)
 
 
 def test_errors_about_arguments_name_the_function():

@@ -78,6 +78,22 @@ def test_same_bits_both_ways(case, dtype, direct, only_other_way):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("deterministic_mode", [False, True])
+def test_a_call_without_keyword_arguments_has_the_defaults_of_the_others(monkeypatch, deterministic_mode):
+    calls = []
+    monkeypatch.setattr(_ops, "varlen_if_ordinary", lambda *arguments: calls.append(arguments) or torch.ones(1))
+    mask = torch.ones(B, 1, 1, LONGEST_K, dtype=torch.bool)
+    arguments = (*rows(), OFFSETS_Q, OFFSETS_K, LONGEST_Q, LONGEST_K, mask, 0.25, True, 0.5, True)
+    torch.use_deterministic_algorithms(deterministic_mode)
+    try:
+        flash_attn_varlen(*arguments)
+        varlen._flash_attn_varlen(*arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for short, full in zip(*calls, strict=True):
+        assert short is full if isinstance(full, torch.Tensor) else (type(short), short) == (type(full), full)
+
+
 def test_out_alone_without_a_gradient(direct):
     tensors = rows(heads_kv=H)
     with torch.no_grad():
@@ -133,7 +149,7 @@ NOT_ORDINARY = {
 def test_other_calls_take_the_other_way(case, direct):
     tensors = rows(heads_kv=H)
     result = NOT_ORDINARY[case](*tensors)
-    assert direct == [None]
+    assert set(direct) == {None}
     expected = flash_attn_varlen(*tensors, OFFSETS_Q, OFFSETS_K)
     torch.testing.assert_close(torch.Tensor(result), expected.sum() if result.dim() == 0 else expected)
 
@@ -148,7 +164,7 @@ def test_function_modes_and_dropout_without_a_state_take_the_other_way(direct):
     with Watching():
         flash_attn_varlen(*tensors, OFFSETS_Q, OFFSETS_K)
     flash_attn_varlen(*tensors, OFFSETS_Q, OFFSETS_K, dropout_p=0.5)
-    assert direct == [None, None]
+    assert set(direct) == {None}
 
 
 WRONG = {
