@@ -117,7 +117,7 @@ bool is_one_number(const at::Tensor& t) {
          std::all_of(strides.begin(), strides.end(), [](int64_t s) { return s == 0; });
 }
 
-// Returns the tensor with one row in memory, which is all its rows. contiguous() would write every row, and takes 2 us for one.
+// Returns the tensor with one row in memory, which serves as each row. contiguous() writes each row, and takes 2 us for one.
 at::Tensor one_row_of(const at::Tensor& number) {
   const int64_t cols = number.size(-1), bytes = number.element_size();
   at::Tensor row = at::detail::empty_cpu({cols}, number.scalar_type());
