@@ -1,12 +1,10 @@
 #include "pack_params.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 namespace flash_attn_ext {
 namespace {
@@ -110,25 +108,6 @@ Tangents pack_tangents(const InputTangents& in) {
   return tangents;
 }
 
-// Whether all elements are one number in memory, as in the gradient of a sum. The kernels of CUDA get a copy of such a tensor.
-bool is_one_number(const at::Tensor& t) {
-  const auto strides = t.strides();
-  return t.is_cpu() && t.numel() > 0 &&
-         std::all_of(strides.begin(), strides.end(), [](int64_t s) { return s == 0; });
-}
-
-// Returns the tensor with one row in memory, which serves as each row. contiguous() writes each row, and takes 2 us for one.
-at::Tensor one_row_of(const at::Tensor& number) {
-  const int64_t cols = number.size(-1), bytes = number.element_size();
-  at::Tensor row = at::detail::empty_cpu({cols}, number.scalar_type());
-  auto* to = static_cast<char*>(row.mutable_data_ptr());
-  for (int64_t c = 0; c < cols; ++c) std::memcpy(to + c * bytes, number.const_data_ptr(), bytes);
-  c10::SmallVector<int64_t, 4> strides(number.dim(), 0);
-  strides.back() = 1;
-  row.unsafeGetTensorImpl()->set_sizes_and_strides(number.sizes(), strides);
-  return row;
-}
-
 }  // namespace
 
 bool is_in_kernel_layout(const TensorRule& rule, const at::Tensor& t, at::ScalarType accumulator) {
@@ -142,8 +121,7 @@ bool is_in_kernel_layout(const TensorRule& rule, const at::Tensor& t, at::Scalar
 }
 
 at::Tensor to_kernel_layout(const TensorRule& rule, const at::Tensor& t, at::ScalarType accumulator) {
-  if (layout_of(rule) == Layout::kAccumulator) return t.to(accumulator);
-  return layout_of(rule) == Layout::kContiguousRows && is_one_number(t) ? one_row_of(t) : t.contiguous();
+  return layout_of(rule) == Layout::kAccumulator ? t.to(accumulator) : t.contiguous();
 }
 
 at::Tensor zeros_like_one_row(const at::Tensor& t) {
