@@ -90,19 +90,20 @@ constexpr std::array<TensorRule, n> mapped_rules(const TensorRule (&rows)[n],
 }
 constexpr TensorRule same_rule(TensorRule rule) { return rule; }
 
-// The position of a tensor in the struct, and so in the argument list. A name that is missing does not compile.
-template <class Tensors>
+template <class Struct, class = void>
+struct MemberNames {  // of a struct of options
+  static constexpr const char* at(size_t n) { return Struct::kNames[n]; }
+};
+template <class Struct>
+struct MemberNames<Struct, std::void_t<decltype(Struct::kRules)>> {  // of a struct of tensors
+  static constexpr const char* at(size_t n) { return Struct::kRules.at(n).name; }
+};
+
+// The position of a tensor or an option in its struct, and so in the argument list. A name that is missing does not compile.
+template <class Struct>
 constexpr size_t position_of(std::string_view name) {
   size_t n = 0;
-  while (Tensors::kRules.at(n).name != name) ++n;
-  return n;
-}
-
-// The same for an option.
-template <class Options>
-constexpr size_t position_of_option(std::string_view name) {
-  size_t n = 0;
-  while (Options::kNames[n] != name) ++n;
+  while (MemberNames<Struct>::at(n) != name) ++n;
   return n;
 }
 
@@ -160,15 +161,6 @@ inline std::string tensor_list(std::initializer_list<const char*> names) {
 // The number of members of a struct.
 template <class Struct>
 constexpr size_t kMembers = count_of(typename Struct::MemberTypes{});
-
-template <class Struct, class = void>
-struct MemberNames {  // of a struct of options
-  static const char* at(size_t n) { return Struct::kNames[n]; }
-};
-template <class Struct>
-struct MemberNames<Struct, std::void_t<decltype(Struct::kRules)>> {  // of a struct of tensors
-  static const char* at(size_t n) { return Struct::kRules[n].name; }
-};
 
 // Members as IValues, in order. GCC must not inline the functions of one value: an operator has 20 values or more.
 

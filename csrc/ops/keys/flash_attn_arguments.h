@@ -16,9 +16,9 @@ struct SameArgument {
   const char* name;
   size_t position;
 };
-constexpr SameArgument same_tensor(const char* name) { return {name, position_of<AttentionTensors>(name)}; }
-constexpr SameArgument same_option(const char* name) {
-  return {name, position_of_option<AttentionOptions>(name)};
+template <class Struct>
+constexpr SameArgument same_argument(const char* name) {
+  return {name, position_of<Struct>(name)};
 }
 
 class FlashAttnArguments {
@@ -55,20 +55,22 @@ class FlashAttnArguments {
  private:
   bool reads_diagonal_ = false, has_corner_ = false;
 
-  static constexpr SameArgument kSameTensors[] = {same_tensor("sink"), same_tensor("key_mask"),
-                                                  same_tensor("rng_state")};
-  static constexpr SameArgument kSameOptions[] = {same_option("softcap"), same_option("num_splits"),
-                                                  same_option("unified_max"), same_option("diagonal"),
-                                                  same_option("first_key")};
+  static constexpr SameArgument kSameTensors[] = {same_argument<AttentionTensors>("sink"),
+                                                  same_argument<AttentionTensors>("key_mask"),
+                                                  same_argument<AttentionTensors>("rng_state")};
+  static constexpr SameArgument kSameOptions[] = {
+      same_argument<AttentionOptions>("softcap"), same_argument<AttentionOptions>("num_splits"),
+      same_argument<AttentionOptions>("unified_max"), same_argument<AttentionOptions>("diagonal"),
+      same_argument<AttentionOptions>("first_key")};
   static constexpr size_t kAlibiSlopes = position_of<AttentionTensors>("alibi_slopes"),
-                          kDropout = position_of_option<AttentionOptions>("dropout_p"),
-                          kScale = position_of_option<AttentionOptions>("scale"),
-                          kCausal = position_of_option<AttentionOptions>("causal"),
-                          kLowerRight = position_of_option<AttentionOptions>("lower_right"),
-                          kWindowLeft = position_of_option<AttentionOptions>("window_left"),
-                          kWindowRight = position_of_option<AttentionOptions>("window_right"),
-                          kAttentionChunk = position_of_option<AttentionOptions>("attention_chunk"),
-                          kDeterministic = position_of_option<AttentionOptions>("deterministic");
+                          kDropout = position_of<AttentionOptions>("dropout_p"),
+                          kScale = position_of<AttentionOptions>("scale"),
+                          kCausal = position_of<AttentionOptions>("causal"),
+                          kLowerRight = position_of<AttentionOptions>("lower_right"),
+                          kWindowLeft = position_of<AttentionOptions>("window_left"),
+                          kWindowRight = position_of<AttentionOptions>("window_right"),
+                          kAttentionChunk = position_of<AttentionOptions>("attention_chunk"),
+                          kDeterministic = position_of<AttentionOptions>("deterministic");
 
   // The names of arguments in a call are interned: equal names are one object.
   template <size_t n>
