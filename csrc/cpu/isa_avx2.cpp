@@ -15,6 +15,8 @@
 // half.
 #define FA_WIDEN_BYTES_TO_16(p) _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))
 #define FA_MULTIPLY_INT16(a, b) (VecIndex<float>)_mm256_madd_epi16((__m256i)(a), (__m256i)(b))
+// Products of unsigned bytes of a and signed bytes of b, added in pairs to int16.
+#define FA_MULTIPLY_BYTES(a, b) _mm256_maddubs_epi16((__m256i)(a), (__m256i)(b))
 #define FA_WIDEN_INT8(p) (U32) _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))
 #define FA_UNPACK16_LOW(a, b) (U32) _mm256_unpacklo_epi16((__m256i)(a), (__m256i)(b))
 #define FA_UNPACK16_HIGH(a, b) (U32) _mm256_unpackhi_epi16((__m256i)(a), (__m256i)(b))

@@ -1,4 +1,4 @@
-"""int8 and int4 caches that are multiplied without a conversion, with 1 to 17 rows of Q for each key head.
+"""int8 and int4 caches that are multiplied without a conversion, with 1 to 33 rows of Q for each key head.
 
 The expected result is the same call with float64 queries, which converts each row of the cache.
 """
@@ -10,12 +10,16 @@ from flash_attn_ext import flash_attn_with_kvcache, quantize_int4
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HK = 2
+# The columns of a group, or None: the whole row; and whether groups have zero points.
+INT4 = {"int4": (None, False), "int4 zeros": (None, True), "int4 32": (32, False), "int4 32 zeros": (32, True)}
+INT4 |= {"int4 64": (64, False), "int4 96": (96, True)}
+FORMS = ["int8", "int8 token", *INT4]
 # The largest error, as a part of the largest element. Instruction sets that convert rows round them to the dtype of Q.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.003}
 
 
 def caches_of(form, keys, columns, page_size=None):
-    """``form``: int8 with a scale for each head or for each token, or int4 with a scale for each token."""
+    """``form``: int8 with a scale for each head or for each token, or int4 with a scale for each group of columns."""
     table, shape = None, (1, keys)
     if page_size:
         pages = -(-keys // page_size)
@@ -23,8 +27,11 @@ def caches_of(form, keys, columns, page_size=None):
     arguments = {"block_table": table}
     for name, d in zip("kv", columns, strict=True):
         x = torch.randn(*shape, HK, d) * 2.0 ** torch.randint(-2, 2, (*shape, 1, 1)) + 0.3
-        if form == "int4":
-            arguments[f"{name}_cache"], arguments[f"{name}_scales"], _ = quantize_int4(x, None)
+        if form in INT4:
+            group, zeros = INT4[form]
+            group = group if group and d % group == 0 else None
+            coded = quantize_int4(x, group, with_zeros=zeros)
+            arguments |= dict(zip((f"{name}_cache", f"{name}_scales", f"{name}_zeros"), coded, strict=True))
             continue
         scale = x.abs().amax(-1) / 127 if form == "int8 token" else x.abs().amax((0, 1, 3)) / 127
         arguments[f"{name}_cache"] = (x / scale[..., None]).round().to(torch.int8)
@@ -43,16 +50,17 @@ def check(q, keys, **arguments):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("form", ["int8", "int8 token", "int4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("keys", [1, 7, 8, 9, 63, 65, 300, 1000])
 def test_rows(isa, dtype, form, keys):
-    """Rows that fill a part of a vector, a whole vector, and two blocks of rows. 3 x 2 rows: tiles on the diagonal."""
+    """Rows that fill a part of a vector, a vector, and several blocks of rows. 3 x 2 rows: tiles on the diagonal."""
     arguments = caches_of(form, keys, (128, 64))
-    for group, seqlen_q in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (8, 1), (9, 1), (16, 1), (17, 1), (3, 2), (4, 4)):
+    single = [(group, 1) for group in (1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33)]
+    for group, seqlen_q in (*single, (3, 2), (4, 4)):
         check(torch.randn(1, seqlen_q, group * HK, 128).to(dtype), keys, **arguments)
 
 
-@pytest.mark.parametrize("form", ["int8", "int8 token", "int4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("columns", [(64, 128), (96, 32), (80, 48), (40, 2), (192, 256), (576, 96), (32, 24)])
 def test_head_dimensions(isa, form, columns):
     """Also columns that the products of integers refuse: keys, values or both are converted."""
@@ -61,7 +69,7 @@ def test_head_dimensions(isa, form, columns):
         check(torch.randn(1, 1, group * HK, columns[0]).bfloat16(), 150, **arguments)
 
 
-@pytest.mark.parametrize("form", ["int8", "int8 token", "int4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("page_size", [1, 16, 24, 64])
 def test_pages(isa, form, page_size):
     """A page ends within a block of keys."""
@@ -70,7 +78,7 @@ def test_pages(isa, form, page_size):
         check(torch.randn(1, 1, group * HK, 64).half(), 203, **arguments)
 
 
-@pytest.mark.parametrize("form", ["int8 token", "int4"])
+@pytest.mark.parametrize("form", ["int8 token", *INT4])
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 def test_nan_scales_of_hidden_rows_reach_nothing(isa, form, group):
     """The last tile of each length has 8 keys or fewer, and the tile before it has scales that are NaN."""
@@ -80,13 +88,13 @@ def test_nan_scales_of_hidden_rows_reach_nothing(isa, form, group):
         options = dict(cache_seqlens=keys, window_size=(50, 0))
         expected = flash_attn_with_kvcache(q, **options, **arguments)
         for name in ("k", "v"):
-            scale = arguments[f"{name}_descale" if form != "int4" else f"{name}_scales"]
+            scale = arguments[f"{name}_descale" if form not in INT4 else f"{name}_scales"]
             scale[:, keys - 100 : keys - 51] = torch.nan
         out = flash_attn_with_kvcache(q, **options, **arguments)
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "int4 32", "int4 32 zeros"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_queries_that_are_not_finite_reach_only_their_row(isa, form, value):
     arguments = caches_of(form, 100, (64, 64))

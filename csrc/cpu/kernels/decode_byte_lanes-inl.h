@@ -65,24 +65,26 @@ FA_INLINE void byte_lanes_block(const int8_t* q, int64_t steps, const float* sta
 
 // Q of the task's heads as bytes. A head has one or two blocks of rows.
 struct ByteLanes : IntegerLanes {
-  static constexpr float kLargest = 127 * 256 + 127;
+  static constexpr bool kHasGroups = false;
 
   int8_t* q;       // [heads][blocks][steps][planes][high, low][lanes][4]
   float* starts;   // [heads][blocks][high, low][lanes]   int32
   float* widened;  // [D]   a row of q
   int16_t* rounded;
-  int8_t* bytes;  // [planes][high, low][D / planes]   a row of q
+  int8_t* bytes;   // [planes][high, low][D / planes]   a row of q
+  float* factors;  // [heads][blocks][lanes]   the scale of the scores, times the unit of each row
   int64_t block_bytes;
 
   static ByteLanes allocate(Arena& arena, const AttentionParams& p, int64_t heads, int64_t block_k) {
     ByteLanes b{};
-    static_cast<IntegerLanes&>(b) = IntegerLanes::allocate(arena, p, heads, block_k);
+    static_cast<IntegerLanes&>(b) = IntegerLanes::allocate(arena, p, block_k);
     b.block_bytes = 2 * b.cols * kLanes<float>;  // with kSpan 1
     b.q = arena.take<int8_t>(heads * kMostBlocks * b.block_bytes);
     b.starts = arena.take<float>(heads * kMostBlocks * 2 * kLanes<float>);
     b.widened = arena.take<float>(round_up_to_lanes<float>(b.cols));
     b.rounded = arena.take<int16_t>(round_up_to_lanes<float>(b.cols));
     b.bytes = arena.take<int8_t>(2 * b.cols);
+    b.factors = arena.take<float>(heads * kMostBlocks * kLanes<float>);
     return b;
   }
 
@@ -91,7 +93,7 @@ struct ByteLanes : IntegerLanes {
     const auto* from = reinterpret_cast<const BFloat16*>(pairs);
     const int64_t ld = 2 * ld_pairs;
     for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
-      const int64_t block = n * kMostBlocks + (first > 0);
+      const int64_t block = block_of(n, first);
       for_span<float>(count, [&](auto span) {
         planes == 1 ? load_block<span.value, 1>(block, from + first * ld, ld, count, scale)
                     : load_block<span.value, 2>(block, from + first * ld, ld, count, scale);
@@ -99,16 +101,16 @@ struct ByteLanes : IntegerLanes {
     });
   }
 
-  // factor * S^T of head `n`, for `keys` keys from key j of the tile on.
-  void load_scores(int64_t n, int64_t rows, Rows<int8_t> k, int64_t j, int64_t keys, float factor,
-                   const LaneTile<float>& to, Prefetcher& ahead) const {
+  // factor * S^T of head `n`, for `keys` keys. The first is key j of `to`.
+  void load_scores(int64_t n, int64_t rows, Rows<int8_t> k, int64_t, int64_t keys, float factor,
+                   const LaneTile<float>& to, int64_t j, Prefetcher& ahead) const {
     constexpr int64_t L = kLanes<float>;
     if (keys % kByteKeys != 0 && k.data != copy) {  // a block may not read past the last key
       for (int64_t i = 0; i < keys; ++i) std::memcpy(copy + i * key_bytes, k.row(i), key_bytes);
       k = {copy, key_bytes, key_bytes};
     }
     for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
-      const int64_t block = n * kMostBlocks + (first > 0);
+      const int64_t block = block_of(n, first);
       for_span<float>(count, [&](auto span) {
         constexpr int kSpan = span.value;
         const F32 of_lanes = load<float>(factors + block * L) * factor;
@@ -147,27 +149,13 @@ struct ByteLanes : IntegerLanes {
     }
   }
 
-  // Writes the low and the high byte of every kStride-th word. Without __restrict bytes may alias anything, so the compiler
-  // would use no vectors.
-  template <int kStride>
-  static void split_words(const int16_t* __restrict words, int64_t count, int8_t* __restrict low,
-                          int8_t* __restrict high) {
-    for (int64_t c = 0; c < count; ++c) {
-      const int16_t x = words[c * kStride];
-      low[c] = static_cast<int8_t>(x);
-      high[c] = static_cast<int8_t>((x + 128) >> 8);
-    }
-  }
-
   // Rounds a row of q to bytes. Returns its unit.
   template <int kPlanes>
   float round_query(const BFloat16* from) const {
     for (int64_t c = 0; c < cols; c += kLanes<float>)
       store<float>(widened + c, load_columns<float>(from + c, cols - c));
-    const float unit = round_row(widened, cols, kLargest, rounded);
-    for (int plane = 0; plane < kPlanes; ++plane)
-      split_words<kPlanes>(rounded + plane, key_bytes, bytes + (2 * plane + 1) * key_bytes,
-                           bytes + 2 * plane * key_bytes);
+    const float unit = round_row(widened, cols, kLargestOfTwoBytes, rounded);
+    split_row<kPlanes>(rounded, cols, bytes);
     return unit;
   }
 };

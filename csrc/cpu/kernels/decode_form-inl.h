@@ -33,6 +33,9 @@ struct DecodeForm {
   // Whether decode_integer_lanes-inl.h has a form for the rows, and whether for their product with V.
   const bool has_integer_lanes = kUsesIntegerLanes<In> && all_at_once && multiplies_integer_lanes(p, rows);
   const bool has_integer_values = has_integer_lanes && multiplies_integer_values(p, rows);
+  // Whether these forms also multiply by the scales of groups of int4.
+  const bool has_key_groups = has_groups(has_integer_lanes, p.varlen.cache.k_groups);
+  const bool has_value_groups = has_groups(has_integer_values, p.varlen.cache.v_groups);
 
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
   bool reads_keys_again() const { return has_blocks && rows_of_block<In, T>(rows) < rows; }
@@ -103,6 +106,9 @@ struct DecodeForm {
   bool converts_rows() const { return !is_own_type() && !is_int8 && !is_int4; }
 
  private:
+  bool has_groups(bool is_integer, const CacheGroups& groups) const {
+    return LaneIntegers::kHasGroups && is_integer && dtype == CacheDType::kInt4 && has_groups_of(groups);
+  }
   bool is_own_type() const { return dtype == CacheDType::kOfQuery; }
   // The products count elements of 2^widening times the bytes of the stored elements.
   int widening() const {

@@ -1,8 +1,13 @@
 // int8 and int4 caches of decode with rows as lanes, without a conversion to floats: the product with V, and everything that does
-// not depend on the product with K. decode_byte_lanes-inl.h and decode_word_lanes-inl.h have S^T = K Q^T.
+// not depend on the product with K. decode_byte_lanes-inl.h, decode_word_lanes-inl.h and decode_nibble_lanes-inl.h
+// have S^T = K Q^T.
 //
-// O += P V: P is rounded to int16 (int16_rows-inl.h), and pairs of keys are multiplied (decode_lane_values-inl.h). int4 adds P
-// times its nibbles to -8 times the sum of P.
+// O += P V: P is rounded to int16 (int16_rows-inl.h), and pairs of keys are multiplied (decode_lane_values-inl.h). With groups g of
+// columns, scales s, zero points z and nibbles n, int4 has
+//
+//   O_c = sum_j (P_j s_jg) n_jc - sum_j P_j s_jg z_jg             g: the group of column c
+//
+// P s is rounded for each group. Without zero points z is 8, and the second sum is one of integers.
 #pragma once
 
 #include "decode_many_rows-inl.h"
@@ -17,10 +22,13 @@ constexpr bool kHasIntegerLanes = true;
 constexpr bool kHasIntegerLanes = false;
 #endif
 
-// Whether products of rows as lanes exist for keys or values of a cache: int4 with one scale for each row, without zero points.
+// Whether a row has several scales, or zero points. A single scale multiplies scores or probabilities.
+inline bool has_groups_of(const CacheGroups& groups) { return groups.count > 1 || groups.zeros; }
+// Whether products of rows as lanes exist for keys or values of a cache. AVX-512 BF16: int4 with one scale for each row, without
+// zero points. A lookup converts other rows to bfloat16 in few instructions.
 inline bool has_integer_lanes(const CacheParams& cache, const CacheGroups& groups) {
   return cache.dtype == CacheDType::kInt8 ||
-         (cache.dtype == CacheDType::kInt4 && groups.count == 1 && !groups.zeros);
+         (cache.dtype == CacheDType::kInt4 && (FA_VECTOR_BYTES == 32 || !has_groups_of(groups)));
 }
 // Whether they exist for the keys of a call.
 inline bool has_integer_keys(const AttentionParams& p) {
@@ -29,10 +37,11 @@ inline bool has_integer_keys(const AttentionParams& p) {
   return kHasIntegerLanes && has_integer_lanes(cache, cache.k_groups) &&
          p.sizes.head_dim % columns_at_once == 0;
 }
-// Whether they multiply the keys by `rows` rows of 16 bits.
+// Whether they multiply the keys by `rows` rows of 16 bits. With 24 and 32 rows, calls take 0.73 of
+// the time of a conversion to float32 with int8, and 0.54 to 0.67 with int4 (AVX2, Zen 3).
+constexpr int64_t kMostIntegerRows = FA_VECTOR_BYTES == 32 ? 32 : 16;
 inline bool multiplies_integer_lanes(const AttentionParams& p, int64_t rows) {
-  constexpr int64_t kMostRows = 16;
-  return has_integer_keys(p) && rows <= kMostRows && fills_lanes<float>(rows) &&
+  return has_integer_keys(p) && rows <= kMostIntegerRows && fills_lanes<float>(rows) &&
          uses_lane_blocks<float>(rows);
 }
 // Whether they also multiply the values.
@@ -44,7 +53,37 @@ inline bool multiplies_integer_values(const AttentionParams& p, int64_t rows) {
   return p.sizes.head_dim_v % (2 * kLanes<float>) == 0 && (FA_VECTOR_BYTES == 32 || rows <= kMostValueRows);
 }
 
+// The factors of a head's values from one key on: a factor of each key and group.
+struct ValueFactors {
+  const float* scales = nullptr;    // [groups][ld]   null: 1
+  const float* products = nullptr;  // likewise: scales times zero points. null: the zero points are kInt4Zero
+  int64_t groups = 1, ld = 0;
+};
+
 #if defined(FA_HAS_INTEGER_LANES)
+
+// A row of Q as bytes: x = 256 high + low, both signed. The largest x has the high byte 127.
+constexpr float kLargestOfTwoBytes = 127 * 256 + 127;
+
+// Writes the low and the high byte of every kStride-th word. Without __restrict bytes may alias anything, so the compiler would
+// use no vectors.
+template <int kStride>
+void split_words(const int16_t* __restrict words, int64_t count, int8_t* __restrict low,
+                 int8_t* __restrict high) {
+  for (int64_t c = 0; c < count; ++c) {
+    const int16_t x = words[c * kStride];
+    low[c] = static_cast<int8_t>(x);
+    high[c] = static_cast<int8_t>((x + 128) >> 8);
+  }
+}
+// Writes a row of words as bytes, [planes of columns][high, low][columns of a plane].
+template <int kPlanes>
+void split_row(const int16_t* words, int64_t cols, int8_t* bytes) {
+  const int64_t of_plane = cols / kPlanes;
+  for (int plane = 0; plane < kPlanes; ++plane)
+    split_words<kPlanes>(words + plane, of_plane, bytes + (2 * plane + 1) * of_plane,
+                         bytes + 2 * plane * of_plane);
+}
 
 // Values of int4, without the offset, as pairs of int16 across two keys: the even and the odd columns.
 struct PairNibbles {
@@ -89,21 +128,20 @@ inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int
   return sum_lanes<float>(probe) == 0.0f;
 }
 
-// In place of KeyFactors.
-struct NoFactors {
-  static float of(int64_t) { return 1.0f; }
-};
-
 struct IntegerLanes {
-  static constexpr int64_t kMostBlocks = 2;
+  static constexpr int64_t kMostBlocks = FA_VECTOR_BYTES == 32 ? 4 : 2;  // of rows of a head
+
+  // Returns the number of a block among the blocks of all heads. The block has the rows of head `n` from `first_row` on.
+  static int64_t block_of(int64_t n, int64_t first_row) {
+    return n * kMostBlocks + ceil_div(first_row, int64_t{kLanes<float>});
+  }
 
   int8_t* copy;  // [keys of a tile][bytes of a key or value]   only for pages of odd sizes, and the last keys
   Pair* probs;   // [block_k / 2][lanes]   P^T of a block of rows as int16
-  float* factors;  // [heads][blocks][lanes]   of S^T: the scale of the scores, times the unit of each row
   int64_t cols, key_bytes, value_bytes;
   int planes;  // of columns: int4 has two, the even and the odd columns
 
-  static IntegerLanes allocate(Arena& arena, const AttentionParams& p, int64_t heads, int64_t block_k) {
+  static IntegerLanes allocate(Arena& arena, const AttentionParams& p, int64_t block_k) {
     IntegerLanes b{};
     b.cols = p.sizes.head_dim;
     b.planes = p.varlen.cache.dtype == CacheDType::kInt4 ? 2 : 1;
@@ -112,57 +150,106 @@ struct IntegerLanes {
     const int64_t whole = ceil_div(block_k, kChunkRows) * kChunkRows;
     b.copy = arena.take<int8_t>(whole * std::max(b.key_bytes, b.value_bytes));
     b.probs = arena.take<Pair>(whole / 2 * kLanes<float>);
-    b.factors = arena.take<float>(heads * kMostBlocks * kLanes<float>);
     return b;
   }
 
-  // out += factor * P V for `keys` keys from all.first_key on. `v`: their chunks. `factors`: of each key; null: 1.
+  // out += factor * P V for `keys` keys from all.first_key on. `v`: their chunks.
   template <class In>
   void add_values(const ManyRows<In, float>& many, const AllProbs<float>& all, float factor,
-                  const float* factors, int64_t rows, const Rows<int8_t>* v, int64_t keys, float* out,
+                  const ValueFactors& factors, int64_t rows, const Rows<int8_t>* v, int64_t keys, float* out,
                   int64_t ldo, Prefetcher& ahead) const {
+    const int64_t bytes = value_bytes / factors.groups;  // of a group
+    Rows<int8_t> of_group[kTileChunks];
     for_each_lane_block<In, float>(rows, [&](int64_t first, int64_t count) {
-      const int64_t lanes = lanes_of<float>(count);
-      const int64_t whole = ceil_div(keys, kChunkRows) * kChunkRows;
-      float units[kLanes<float>];
-      int32_t starts[kLanes<float>];
       const float* p = many.block_of(all, first, count, keys);
-      factors ? round_probs(p, KeyFactors<float>(factors, lanes), whole, lanes, factor, units)
-              : round_probs(p, NoFactors{}, whole, lanes, factor, units);
-      const auto add = [&](auto values, const int32_t* from) {
-        add_values_of_lanes<decltype(values)>({probs, lanes, units, from}, count, v, keys, out + first * ldo,
-                                              ldo, ahead);
-      };
-      if (planes == 1) return add(PairValues<int8_t, S32>{}, nullptr);
-      sum_probs(whole, lanes, starts);
-      add(PairNibbles{}, starts);
+      for (int64_t g = 0; g < factors.groups; ++g) {
+        for (int64_t j = 0; j < keys; j += kChunkRows) {
+          const Rows<int8_t>& chunk = v[j / kChunkRows];
+          of_group[j / kChunkRows] = {chunk.data + g * bytes, chunk.stride, bytes};
+        }
+        add_group({p, keys, lanes_of<float>(count), count}, factor, factors, g, of_group,
+                  out + first * ldo + g * bytes * planes, ldo, ahead);
+      }
     });
   }
 
  private:
+  // P^T of a block of rows, [whole chunks of keys][lanes].
+  struct BlockProbs {
+    const float* data;
+    int64_t keys, lanes, rows;
+
+    int64_t whole() const { return ceil_div(keys, kChunkRows) * kChunkRows; }
+  };
+
+  // As add_values(), for the columns of one group.
+  void add_group(const BlockProbs& p, float factor, const ValueFactors& factors, int64_t g,
+                 const Rows<int8_t>* v, float* out, int64_t ldo, Prefetcher& ahead) const {
+    float units[kLanes<float>];
+    int32_t starts[kLanes<float>] = {};
+    const float* scales = factors.scales ? factors.scales + g * factors.ld : nullptr;
+    for_any_span<float>(p.rows, [&](auto span) { round_probs<span.value>(p, scales, factor, units); });
+    const auto add = [&](auto values, const int32_t* from) {
+      add_values_of_lanes<decltype(values)>({probs, p.lanes, units, from}, p.rows, v, p.keys, out, ldo,
+                                            ahead);
+    };
+    if (planes == 1) return add(PairValues<int8_t, S32>{}, nullptr);
+    if (!factors.products) sum_probs(p, starts);
+    add(PairNibbles{}, starts);
+    if (factors.products)
+      subtract_zeros(p, KeyFactors<float>(factors.products + g * factors.ld, p.lanes), v->cols * planes, out,
+                     ldo);
+  }
+
   // starts = -(the offset of nibbles) * (the sum of the rounded P of each row).
-  void sum_probs(int64_t keys, int64_t lanes, int32_t* starts) const {
+  void sum_probs(const BlockProbs& p, int32_t* starts) const {
     constexpr int L = kLanes<float>;
     S32 sum = {};
-    for (int64_t n = 0; n < keys / 2 * lanes; n += L)
+    for (int64_t n = 0; n < p.whole() / 2 * p.lanes; n += L)
       sum = multiply_add(sum, U32{} + 0x00010001u, load_elements(probs + n));
-    for (int d = L / 2; d >= lanes; d /= 2) sum += (S32)rotate<float>((F32)sum, d);
+    for (int d = L / 2; d >= p.lanes; d /= 2) sum += (S32)rotate<float>((F32)sum, d);
     store<float>(reinterpret_cast<float*>(starts), (F32)(sum * -static_cast<int32_t>(kInt4Zero)));
   }
 
-  // Rounds P^T of a block, [keys][lanes], times the factors of its keys, to pairs of keys, [keys / 2][lanes]. Sets factor *
-  // (the unit of each row).
-  template <class Factors>
-  void round_probs(const float* p, const Factors& factors, int64_t keys, int64_t lanes, float factor,
-                   float* units) const {
+  // out[r][c] -= sum_j P[r][j] products[j], for all columns of a group.
+  static void subtract_zeros(const BlockProbs& p, const KeyFactors<float>& products, int64_t cols, float* out,
+                             int64_t ldo) {
     constexpr int L = kLanes<float>;
+    F32 sum = {};
+    for (int64_t n = 0; n < p.whole() * p.lanes; n += L) sum += load<float>(p.data + n) * products.of(n);
+    for (int d = L / 2; d >= p.lanes; d /= 2) sum += rotate<float>(sum, d);
+    for (int64_t r = 0; r < p.rows; ++r)
+      for (int64_t c = 0; c < cols; c += L) {
+        float* to = out + r * ldo + c;
+        store<float>(to, load<float>(to) - sum[r]);
+      }
+  }
+  // Rounds P^T of a block, [keys][lanes], times the factors of its keys, to pairs of keys, [keys / 2][lanes]. Sets factor *
+  // (the unit of each row). null factors: 1.
+  template <int kSpan>
+  void round_probs(const BlockProbs& p, const float* factors, float factor, float* units) const {
+    constexpr int L = kLanes<float>, kBlockLanes = L / kSpan;
     constexpr float kToWhole = 0x1.8p23f, kMost = std::numeric_limits<float>::max();
+    // Calls body(n, P times factors) for two vectors at a time, from element n on.
+    const auto for_each_two = [&](const auto& body) FA_INLINE_LAMBDA {
+      for (int64_t j = 0; j < p.whole(); j += L)
+#pragma GCC unroll 8
+        for (int v = 0; v < kBlockLanes; v += 2) {
+          const int64_t n = j * kBlockLanes + v * L;
+          const F32 first = load<float>(p.data + n), second = load<float>(p.data + n + L);
+          factors ? body(n, first * key_factors<kSpan>(factors + j, v),
+                         second * key_factors<kSpan>(factors + j, v + 1))
+                  : body(n, first, second);
+        }
+    };
     // Magnitudes compare like their bits. Inf and NaN compare above all finite numbers.
     S32 highest = {};
     const auto take = [&](S32 x) FA_INLINE_LAMBDA { highest = x > highest ? x : highest; };
-    for (int64_t n = 0; n < keys * lanes; n += L)
-      take((S32)(load<float>(p + n) * factors.of(n)) & 0x7fffffff);
-    for (int d = L / 2; d >= lanes; d /= 2) take((S32)rotate<float>((F32)highest, d));
+    for_each_two([&](int64_t, F32 first, F32 second) FA_INLINE_LAMBDA {
+      take((S32)first & 0x7fffffff);
+      take((S32)second & 0x7fffffff);
+    });
+    for (int d = L / 2; d >= kBlockLanes; d /= 2) take((S32)rotate<float>((F32)highest, d));
     const F32 largest = (F32)highest, zero = {};
     const auto is_number = largest > zero && largest <= splat<float>(kMost);
     F32 inverse = kLargestInt16 / largest;
@@ -170,15 +257,24 @@ struct IntegerLanes {
     const F32 if_none = largest == zero ? zero : splat<float>(std::numeric_limits<float>::quiet_NaN());
     store<float>(units, is_number ? factor / inverse : if_none);
     inverse = is_number ? inverse : zero;
-    const KeysOfLanes key(lanes);
-    for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
-      const auto whole_of = [&](int64_t at) FA_INLINE_LAMBDA {
-        return load<float>(p + at) * factors.of(at) * inverse + kToWhole;
-      };
-      const F32 first = whole_of(n), second = whole_of(n + L);
-      store_elements(probs + n / 2, ((U32)pick<float>(first, second, key.even) & 0xffffu) |
-                                        (U32)pick<float>(first, second, key.odd) << 16);
-    }
+    const KeysOfLanes key(kBlockLanes);
+    for_each_two([&](int64_t n, F32 first, F32 second) FA_INLINE_LAMBDA {
+      const F32 whole[2] = {first * inverse + kToWhole, second * inverse + kToWhole};
+      store_elements(probs + n / 2, ((U32)pick<float>(whole[0], whole[1], key.even) & 0xffffu) |
+                                        (U32)pick<float>(whole[0], whole[1], key.odd) << 16);
+    });
+  }
+
+  // The factors of the keys in vector `v` of P^T. `factors`: of kLanes keys.
+  template <int kSpan>
+  FA_INLINE static F32 key_factors(const float* factors, int v) {
+    constexpr int L = kLanes<float>;
+    if constexpr (kSpan == 1) return splat<float>(factors[v]);
+    VecIndex<float> key;
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) key[i] = v * kSpan + i / (L / kSpan);
+    const F32 some = load<float>(factors);
+    return pick<float>(some, some, key);
   }
 };
 

@@ -18,7 +18,11 @@ struct IntegerProducts {
     if constexpr (DecodeNibbles::kExists<In>)
       if (t.form.is_int4)
         return t.s.nibbles.keys_of(t.slot + n)
-            .load(t.p, t.cache.k_groups, t.s.nibbles.of_key, t.heads.first + n, t.j0, t.keys);
+            .load_tile(t.p, t.cache.k_groups, t.heads.first + n, t.j0, t.keys);
+    if constexpr (kUsesIntegerLanes<In> && LaneIntegers::kHasGroups)
+      if (t.form.has_key_groups)
+        return t.s.integer_lanes.nibbles.load_numbers_of_keys(t.p, t.slot + n, t.heads.first + n, t.j0,
+                                                              t.keys);
     if constexpr (kUsesIntegerLanes<In>)
       if (t.cache.dtype == CacheDType::kInt4 && t.form.has_integer_lanes)
         return load_scales(t.p, t.cache.k_groups, t.heads.first + n, t.j0, t.keys, t.padded_keys, factors);
@@ -28,6 +32,9 @@ struct IntegerProducts {
     T* factors = t.s.value_factors + n * t.padded_keys;
     if constexpr (DecodeNibbles::kExists<In>)
       if (t.form.is_int4) return t.s.nibbles.load_values(t.p, t.heads.first + n, t.j0, t.keys);
+    if constexpr (kUsesIntegerLanes<In> && LaneIntegers::kHasGroups)
+      if (t.form.has_value_groups)
+        return t.s.integer_lanes.nibbles.load_numbers_of_values(t.p, n, t.heads.first + n, t.j0, t.keys);
     if constexpr (kUsesIntegerLanes<In>)
       if (t.cache.dtype == CacheDType::kInt4 && t.form.has_integer_values)
         return load_scales(t.p, t.cache.v_groups, t.heads.first + n, t.j0, t.keys, t.padded_keys, factors);
@@ -51,9 +58,7 @@ struct IntegerProducts {
     if constexpr (DecodeNibbles::kExists<In>) {
       if (t.form.is_int4) {
         const Rows<uint8_t> k = nibble_rows(t.p.k, source, n, j, count, t.z.head_dim);
-        TileGroups groups = t.s.nibbles.keys_of(t.slot + n);
-        groups.scales += j * t.s.nibbles.of_key.count;
-        if (groups.products) groups.products += j * t.s.nibbles.of_key.count;
+        const TileGroups groups = t.s.nibbles.keys_of(t.slot + n).from(j, t.s.nibbles.of_key.count);
         return for_each_few_rows<T>(t.rows, [&](int64_t row, auto few) {
           t.s.nibbles.template scores<few.value>(first_row + row, k, groups, count, t.s.products.scale,
                                                  scores + row * t.ld, t.ld, t.ld - j,
@@ -130,7 +135,7 @@ struct IntegerProducts {
       const Rows<int8_t> k =
           rows_of(t.p.k, source, n, j, count, t.s.integer_lanes.key_bytes, t.s.integer_lanes.copy);
       t.load_lane_scores(n, j, count, [&](const LaneTile<T>& to, int64_t first) {
-        t.s.integer_lanes.load_scores(t.slot + n, t.rows, k, first, count, factor, to, ahead);
+        t.s.integer_lanes.load_scores(t.slot + n, t.rows, k, j, count, factor, to, first, ahead);
       });
     }
   }
@@ -138,9 +143,6 @@ struct IntegerProducts {
   void add_lane_values(int64_t n, const TileSource& source, int64_t first, int64_t count,
                        const SplitResult<T>& r, Prefetcher& ahead) const {
     if constexpr (kUsesIntegerLanes<In>) {
-      const bool is_each_key =
-          t.s.multiplied[n] && t.stays_transposed && !t.has_constant_factor(t.cache.v_scale);
-      const T* factors = is_each_key ? t.s.value_factors + n * t.padded_keys + first : nullptr;
       Rows<int8_t> v[kTileChunks];
       for (int64_t j = 0; j < count; j += kChunkRows)
         v[j / kChunkRows] = rows_of(t.p.v, source, n, first + j, std::min(kChunkRows, count - j),
@@ -149,11 +151,20 @@ struct IntegerProducts {
       t.s.integer_lanes.add_values(t.s.products.many,
                                    {t.scores_of(n), t.stays_transposed ? t.lanes : t.ld, t.stays_transposed,
                                     nullptr, first, t.padded_keys},
-                                   t.value_factor(n), factors, t.rows, v, count, r.out, t.d_v, ahead);
+                                   t.value_factor(n), value_factors(n, first), t.rows, v, count, r.out, t.d_v,
+                                   ahead);
     }
   }
 
  private:
+  // The factors of values from key `first` of the tile on. P that is not transposed is already multiplied by factors of keys.
+  ValueFactors value_factors(int64_t n, int64_t first) const {
+    if constexpr (LaneIntegers::kHasGroups)
+      if (t.form.has_value_groups) return t.s.integer_lanes.nibbles.factors_of_values(n, first);
+    const bool is_each_key =
+        t.s.multiplied[n] && t.stays_transposed && !t.has_constant_factor(t.cache.v_scale);
+    return {is_each_key ? t.s.value_factors + n * t.padded_keys + first : nullptr};
+  }
   // Rows of `bytes` bytes, the first of key j of the tile.
   Rows<int8_t> rows_of(const Tensor4& cache, const TileSource& source, int64_t n, int64_t j, int64_t count,
                        int64_t bytes, int8_t* copy) const {

@@ -8,16 +8,16 @@
 // bytes become words, and two operations separate the even and the odd columns.
 #pragma once
 
+#include "decode_groups-inl.h"
 #include "decode_integer_lanes-inl.h"
 #include "decode_products-inl.h"
-#include "int16_rows-inl.h"
 
 // Returns whether `rows` rows are multiplied by int4 without conversion, with columns as lanes. More rows are lanes if a conversion
-// to bfloat16 takes few instructions.
+// to bfloat16 takes few instructions. Otherwise they are lanes if each row of the cache would be read again too often.
 template <class In, class T>
 bool multiplies_nibbles(const AttentionParams& p, int64_t rows) {
-  return (!(kLooksUpNibbles && std::is_same_v<In, BFloat16>) || !fills_lanes<T>(rows)) &&
-         !multiplies_integer_lanes(p, rows);
+  const int64_t most = kLooksUpNibbles && std::is_same_v<In, BFloat16> ? 0 : 32;
+  return (rows <= most || !fills_lanes<T>(rows)) && !multiplies_integer_lanes(p, rows);
 }
 
 #if defined(FA_MULTIPLY_INT16)
@@ -63,53 +63,6 @@ struct GroupOfStep {
       return iota<float>() < kLanes<float> / 2 ? first : second;
     }
     return first;
-  }
-};
-
-// Scales of a tile, and products of scales and zero points. null products: the zero points are kInt4Zero. Rows have no padding,
-// because padded rows of all heads need more than L2. So a vector of groups may end with numbers of the next rows.
-struct TileGroups {
-  float *scales, *products;  // [keys][groups]
-
-  // Returns whether all numbers are finite.
-  bool load(const AttentionParams& p, const CacheGroups& groups, const GroupsOfRow& row_groups, int64_t h_kv,
-            int64_t j0, int64_t keys) const {
-    F32 probe = {};
-    for_each_cache_run(p, j0, keys, [&](int64_t first, int64_t end, int64_t page, int64_t row) {
-      const auto load = [&](auto number) {
-        using Number = decltype(number);
-        return load_run(groups.scales.row<Number>(page, h_kv, row), groups.scales.stride_s,
-                        products ? groups.zeros.row<Number>(page, h_kv, row) : nullptr, groups.zeros.stride_s,
-                        row_groups.count, first, end);
-      };
-      probe += groups.is_float16 ? load(Float16{}) : load(0.0f);
-    });
-    return sum_lanes<float>(probe) == 0.0f;
-  }
-
- private:
-  // Loads the rows [first, end) from `scale` and `zero` on. Returns 0 in all lanes if all numbers are finite.
-  template <class Number>
-  F32 load_run(const Number* scale, int64_t stride_scale, const Number* zero, int64_t stride_zero,
-               int64_t count, int64_t first, int64_t end) const {
-    constexpr int64_t kRowsAhead = 16;  // numbers of a head are far apart; no other loop prefetches them
-    float *scale_to = scales + first * count, *product_to = zero ? products + first * count : nullptr;
-    F32 probe = {};
-    for (int64_t n = first; n < end; ++n, scale += stride_scale, scale_to += count) {
-      __builtin_prefetch(scale + kRowsAhead * stride_scale, 0, kPrefetchIntoL1);
-      if (zero) __builtin_prefetch(zero + kRowsAhead * stride_zero, 0, kPrefetchIntoL1);
-      for (int64_t g = 0; g < count; g += kLanes<float>) {
-        const F32 numbers = load_numbers(scale + g, count - g);
-        store<float>(scale_to + g, numbers);
-        probe += numbers * 0.0f;
-        if (!zero) continue;
-        const F32 product = numbers * load_numbers(zero + g, count - g);
-        store<float>(product_to + g, product);
-        probe += product * 0.0f;
-      }
-      if (zero) zero += stride_zero, product_to += count;
-    }
-    return probe;
   }
 };
 
@@ -252,10 +205,7 @@ struct DecodeNibbles {
   // Returns the number of scales of a tile. Zeros follow the last row, so that no head reads the numbers of another head.
   int64_t numbers_of(const GroupsOfRow& groups) const { return block_k * groups.count + kLanes<float>; }
   // Returns scales and zero points for the keys of the task's head `n`.
-  TileGroups keys_of(int64_t n) const {
-    const int64_t first = n * numbers_of(of_key);
-    return {keys.scales + first, keys.products ? keys.products + first : nullptr};
-  }
+  TileGroups keys_of(int64_t n) const { return keys.from(n, numbers_of(of_key)); }
 
   template <class In>
   void load_query(const AttentionParams& p, int64_t row, const In* src) const {
@@ -283,23 +233,8 @@ struct DecodeNibbles {
 
   // Loads scales and zero points for the values of one head, as rows of groups. Returns whether all are finite.
   FA_NOINLINE bool load_values(const AttentionParams& p, int64_t h_kv, int64_t j0, int64_t count) const {
-    constexpr int L = kLanes<float>;
-    const bool is_finite = values.load(p, p.varlen.cache.v_groups, of_value, h_kv, j0, count);
-    float* to = transposed;
-    for (const float* from : {values.scales, values.products}) {
-      for (int64_t j = 0; from && j < count; j += L)
-        for (int64_t g = 0; g < of_value.count; g += L) {
-          F32 square[L];
-#pragma GCC unroll 16
-          for (int n = 0; n < L; ++n)
-            square[n] = j + n < count ? load<float>(from + (j + n) * of_value.count + g) : F32{};
-          transpose<float>(square);
-#pragma GCC unroll 16
-          for (int n = 0; n < L; ++n)
-            if (g + n < of_value.count) store<float>(to + (g + n) * block_k + j, square[n]);
-        }
-      to += of_value.count * block_k;
-    }
+    const bool is_finite = values.load_tile(p, p.varlen.cache.v_groups, h_kv, j0, count);
+    values.transpose_rows(of_value.count, count, round_up_to_lanes<float>(count), transposed, block_k);
     return is_finite;
   }
 
@@ -377,10 +312,6 @@ struct DecodeNibbles {
 };
 
 #else
-
-struct TileGroups {
-  float *scales, *products;
-};
 
 struct DecodeNibbles {
   template <class In>

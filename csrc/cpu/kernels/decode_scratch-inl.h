@@ -3,8 +3,8 @@
 
 #include "decode_byte_lanes-inl.h"
 #include "decode_bytes-inl.h"
+#include "decode_nibble_lanes-inl.h"
 #include "decode_nibbles-inl.h"
-#include "decode_word_lanes-inl.h"
 #include "dropout_tile-inl.h"
 #include "prefetcher-inl.h"
 
@@ -59,11 +59,12 @@ using LaneIntegers = ByteLanes;
 template <class In>
 constexpr bool kUsesIntegerLanes = std::is_same_v<In, BFloat16>;
 #elif defined(FA_HAS_INTEGER_LANES)
-using LaneIntegers = WordLanes;
+using LaneIntegers = WordsOrNibbles;
 template <class In>
 constexpr bool kUsesIntegerLanes = sizeof(In) == 2;  // float32 is more exact than int16
 #else
 struct LaneIntegers {
+  static constexpr bool kHasGroups = false;
   static LaneIntegers allocate(Arena&, const AttentionParams&, int64_t, int64_t) { return {}; }
 };
 template <class In>

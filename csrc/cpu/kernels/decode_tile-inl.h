@@ -89,7 +89,7 @@ struct DecodeTile {
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n) {
       if (integers().multiplies_few_rows(n, cache.k_scale)) integers().multiply_units_of_queries(n);
-      if (!s.multiplied[n] || form.is_int4) continue;
+      if (!s.multiplied[n] || form.is_int4 || form.has_key_groups) continue;
       if (!stays_transposed)
         for (int64_t row = 0; row < rows; ++row)
           multiply_lanes<T>(scores_of(n) + row * ld, s.key_factors + n * padded_keys, ld);
@@ -138,7 +138,7 @@ struct DecodeTile {
           multiply_rows<T>(scores_of(n) + g * z.seqlen_q * ld, s.dropout_tile, z.seqlen_q * ld);
         }
       }
-      if (s.multiplied[n] && !form.is_int4)
+      if (s.multiplied[n] && !form.is_int4 && !form.has_value_groups)
         for (int64_t i = 0; i < count; ++i)
           multiply_lanes<T>(scores + i * ld, s.value_factors + n * padded_keys, ld);
       if (isolate)

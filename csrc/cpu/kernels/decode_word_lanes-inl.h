@@ -1,6 +1,6 @@
-// S^T = K Q^T of decode for keys of int8 and int4, with rows as lanes (decode_lanes-inl.h), on AVX2. Q is rounded to int16
+// S^T = K Q^T of decode for keys of int8, with rows as lanes (decode_lanes-inl.h), on AVX2. Q is rounded to int16
 // (int16_rows-inl.h), and keys are widened to int16. A product multiplies pairs of columns: 16 multiplications, where one of
-// float32 has 8. int4 has two planes of columns: first the even columns, then the odd columns.
+// float32 has 8.
 #pragma once
 
 #include "decode_bytes-inl.h"
@@ -36,22 +36,24 @@ FA_NOINLINE void word_lanes_block(const Pair* q, int64_t steps, const Pair* k, i
   for (int n = 0; n < N / kSpan; ++n) store<float>(out + n * L, of_key[n] * factors);
 }
 
-// Q of the task's heads as int16. A head has one or two blocks of rows.
-struct WordLanes : IntegerLanes {
+// Q of the task's heads as int16. A head has blocks of rows.
+struct WordLanes {
   static constexpr int64_t kKeys = 64;  // keys that are widened at once
 
   Pair* q;           // [heads][blocks][D / 2][lanes]
+  float* factors;    // [heads][blocks][lanes]   the scale of the scores, times the unit of each row
   int16_t* rounded;  // [lanes][D]   a block of rows of q
   int16_t* words;    // [kKeys][D]   widened keys
-  int16_t* row;      // [D]   a row of q, before its planes are separated
+  int64_t cols;
 
-  static WordLanes allocate(Arena& arena, const AttentionParams& p, int64_t heads, int64_t block_k) {
+  static WordLanes allocate(Arena& arena, const AttentionParams& p, int64_t heads) {
     WordLanes w{};
-    static_cast<IntegerLanes&>(w) = IntegerLanes::allocate(arena, p, heads, block_k);
-    w.q = arena.take<Pair>(heads * kMostBlocks * w.block_pairs());
+    if (p.varlen.cache.dtype != CacheDType::kInt8) return w;
+    w.cols = p.sizes.head_dim;
+    w.q = arena.take<Pair>(heads * IntegerLanes::kMostBlocks * w.block_pairs());
+    w.factors = arena.take<float>(heads * IntegerLanes::kMostBlocks * kLanes<float>);
     w.rounded = arena.take<int16_t>(kLanes<float> * w.cols);
     w.words = arena.take<int16_t>(kKeys * w.cols);
-    w.row = arena.take<int16_t>(round_up_to_lanes<float>(w.cols));
     return w;
   }
 
@@ -59,7 +61,7 @@ struct WordLanes : IntegerLanes {
   void load_queries(int64_t n, int64_t rows, const float* from, int64_t ld, float scale) const {
     constexpr int64_t L = kLanes<float>;
     for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
-      const int64_t block = n * kMostBlocks + (first > 0), lanes = lanes_of<float>(count);
+      const int64_t block = IntegerLanes::block_of(n, first), lanes = lanes_of<float>(count);
       for (int64_t r = 0; r < count; ++r)
         factors[block * L + r] = scale * round_query(from + (first + r) * ld, rounded + r * cols);
       for (int64_t i = count; i < L; ++i)  // the vectors of several keys repeat the rows
@@ -69,9 +71,9 @@ struct WordLanes : IntegerLanes {
     });
   }
 
-  // factor * S^T of head `n`, for `keys` keys from key j of the tile on.
-  void load_scores(int64_t n, int64_t rows, const Rows<int8_t>& k, int64_t j, int64_t keys, float factor,
-                   const LaneTile<float>& to, Prefetcher& ahead) const {
+  // factor * S^T of head `n`, for `keys` keys. The first is key j of `to`.
+  void load_scores(int64_t n, int64_t rows, const Rows<int8_t>& k, int64_t keys, float factor,
+                   const LaneTile<float>& to, int64_t j, Prefetcher& ahead) const {
     constexpr int64_t L = kLanes<float>;
     Prefetcher nothing;
     for (int64_t j0 = 0; j0 < keys; j0 += kKeys) {
@@ -79,7 +81,7 @@ struct WordLanes : IntegerLanes {
       for (int64_t i = 0; i < count; ++i) widen_key(k.row(j0 + i), words + i * cols);
       std::fill(words + count * cols, words + whole * cols, int16_t{0});
       for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t some) {
-        const int64_t block = n * kMostBlocks + (first > 0);
+        const int64_t block = IntegerLanes::block_of(n, first);
         const F32 of_lanes = load<float>(factors + block * L) * factor;
         for_any_span<float>(some, [&](auto span) {
           constexpr int kSpan = span.value;
@@ -87,7 +89,7 @@ struct WordLanes : IntegerLanes {
           for (int64_t i = 0; i < whole; i += kDotSums)
             word_lanes_block<kSpan>(q + block * block_pairs(), steps,
                                     reinterpret_cast<const Pair*>(words + i * cols), cols / 2, of_lanes,
-                                    to.at(first, some, j + j0 + i), kDotSums * key_bytes / steps,
+                                    to.at(first, some, j + j0 + i), kDotSums * cols / steps,
                                     first == 0 ? ahead : nothing);
         });
       });
@@ -99,30 +101,11 @@ struct WordLanes : IntegerLanes {
 
   // Rounds a row of q. Returns its unit.
   float round_query(const float* from, int16_t* to) const {
-    const float unit =
-        round_row(from, cols, cols > 512 ? kLargestOfWideRow : kLargestInt16, planes == 1 ? to : row);
-    if (planes == 2)
-      for (int64_t c = 0; c < key_bytes; ++c) {
-        to[c] = row[2 * c];
-        to[key_bytes + c] = row[2 * c + 1];
-      }
-    return unit;
+    return round_row(from, cols, cols > 512 ? kLargestOfWideRow : kLargestInt16, to);
   }
   void widen_key(const int8_t* from, int16_t* to) const {
-    const auto store_words = [](int16_t* at, U32 x)
-                                 FA_INLINE_LAMBDA { store_elements(reinterpret_cast<Pair*>(at), x); };
-    constexpr int64_t kWords = 2 * kLanes<float>;
-    if (planes == 1) {
-      for (int64_t c = 0; c < key_bytes; c += kWords) store_words(to + c, FA_WIDEN_INT8(from + c));
-      return;
-    }
-    typedef int16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
-    for (int64_t c = 0; c < key_bytes; c += kWords) {
-      const Words bytes = (Words)FA_WIDEN_BYTES_TO_16(from + c),
-                  zero = Words{} + static_cast<int16_t>(kInt4Zero);
-      store_words(to + c, (U32)((bytes & 15) - zero));
-      store_words(to + key_bytes + c, (U32)((bytes >> 4) - zero));
-    }
+    for (int64_t c = 0; c < cols; c += 2 * kLanes<float>)
+      store_elements(reinterpret_cast<Pair*>(to + c), FA_WIDEN_INT8(from + c));
   }
 };
 

@@ -1,0 +1,96 @@
+// The scales and zero points of int4 keys or values, for one tile of decode.
+#pragma once
+
+#include "cache_rows-inl.h"
+
+// Scales of a tile, and products of scales and zero points. null products: the zero points are kInt4Zero. Rows have no padding,
+// because padded rows of all heads need more than L2. So a vector of groups may end with numbers of the next rows.
+struct TileGroups {
+  float *scales, *products;  // [keys][groups]
+
+  // Returns the groups of key `j` and of the keys after it. `count`: the numbers of a key.
+  TileGroups from(int64_t j, int64_t count) const {
+    return {scales + j * count, products ? products + j * count : nullptr};
+  }
+
+  // Loads `keys` rows, and each number `copies` times. Returns whether all numbers are finite.
+  bool load_tile(const AttentionParams& p, const CacheGroups& groups, int64_t h_kv, int64_t j0, int64_t keys,
+                 int64_t copies = 1) const {
+    F32 probe = {};
+    for_each_cache_run(p, j0, keys, [&](int64_t first, int64_t end, int64_t page, int64_t row) {
+      const auto load = [&](auto number) {
+        using Number = decltype(number);
+        const auto load_some = [&](auto few) {
+          return from(first, groups.count * copies)
+              .load_rows<few.value>(groups.scales.row<Number>(page, h_kv, row), groups.scales.stride_s,
+                                    products ? groups.zeros.row<Number>(page, h_kv, row) : nullptr,
+                                    groups.zeros.stride_s, groups.count, end - first, copies);
+        };
+        switch (groups.count) {
+          case 1: return load_some(std::integral_constant<int, 1>{});
+          case 2: return load_some(std::integral_constant<int, 2>{});
+          case 4: return load_some(std::integral_constant < int, kLanes<float><4 ? 0 : 4>{});
+          default: return load_some(std::integral_constant<int, 0>{});
+        }
+      };
+      probe += groups.is_float16 ? load(Float16{}) : load(0.0f);
+    });
+    return sum_lanes<float>(probe) == 0.0f;
+  }
+
+  // Copies `keys` rows of `count` groups to columns: to[0][g][j] = scale, to[1][g][j] = product, at distances `ld` of groups. The
+  // keys from `keys` to `whole` become 0. `whole` and `ld`: whole vectors.
+  void transpose_rows(int64_t count, int64_t keys, int64_t whole, float* to, int64_t ld) const {
+    constexpr int L = kLanes<float>;
+    for (const float* from : {scales, products}) {
+      for (int64_t j = 0; from && j < whole; j += L)
+        for (int64_t g = 0; g < count; g += L) {
+          F32 square[L];
+#pragma GCC unroll 16
+          for (int n = 0; n < L; ++n)
+            square[n] = j + n < keys ? load<float>(from + (j + n) * count + g) : F32{};
+          transpose<float>(square);
+#pragma GCC unroll 16
+          for (int n = 0; n < L; ++n)
+            if (g + n < count) store<float>(to + (g + n) * ld + j, square[n]);
+        }
+      to += count * ld;
+    }
+  }
+
+ private:
+  // Loads rows from `scale` and `zero` on. Returns 0 in all lanes if all numbers are finite. kCount: the numbers of a row; 0: `count`.
+  template <int kCount, class Number>
+  F32 load_rows(const Number* scale, int64_t stride_scale, const Number* zero, int64_t stride_zero,
+                int64_t count, int64_t rows, int64_t copies) const {
+    constexpr int64_t kRowsAhead = 16;  // numbers of a head are far apart; no other loop prefetches them
+    float *scale_to = scales, *product_to = products;
+    const auto load = [&](const Number* from, int64_t n) FA_INLINE_LAMBDA {
+      if constexpr (kCount > 0) return load_few_numbers<kCount>(from);
+      return load_columns<float>(from, n);
+    };
+    F32 probe = {};
+    for (int64_t n = 0; n < rows; ++n, scale += stride_scale, scale_to += count * copies) {
+      __builtin_prefetch(scale + kRowsAhead * stride_scale, 0, kPrefetchIntoL1);
+      if (zero) __builtin_prefetch(zero + kRowsAhead * stride_zero, 0, kPrefetchIntoL1);
+      for (int64_t g = 0; g < (kCount > 0 ? kCount : count); g += kLanes<float>) {
+        const F32 numbers = load(scale + g, count - g);
+        store_copies(scale_to + g * copies, numbers, count - g, copies);
+        probe += numbers * 0.0f;
+        if (!zero) continue;
+        const F32 product = numbers * load(zero + g, count - g);
+        store_copies(product_to + g * copies, product, count - g, copies);
+        probe += product * 0.0f;
+      }
+      if (zero) zero += stride_zero, product_to += count * copies;
+    }
+    return probe;
+  }
+  // Stores each of `count` numbers `copies` times. Each vector overwrites the padding of the vector before it.
+  FA_INLINE static void store_copies(float* to, F32 numbers, int64_t count, int64_t copies) {
+    constexpr int64_t L = kLanes<float>;
+    if (copies == 1) return store<float>(to, numbers);
+    for (int64_t n = 0; n < std::min(count, L); ++n, to += copies)
+      for (int64_t i = 0; i < copies; i += L) store<float>(to + i, splat<float>(numbers[n]));
+  }
+};
