@@ -62,7 +62,8 @@ struct DecodeForm {
   int log2_of_key_lines() const {
     const bool has_two_parts =
         reads_keys_again() && !(kHasSumsOfColumns && kReadsKeysInPlace<In, T>) && widening() == 0;
-    return (has_integer_lanes ? 0 : widening()) + has_two_parts;
+    const bool is_widened = has_blocks && !has_integer_lanes && widens_keys_once<In, T>(rows);
+    return (has_integer_lanes ? 0 : widening()) + has_two_parts + is_widened;
   }
   int log2_of_value_lines() const {
     const int wider = has_integer_values ? 0 : widening();

@@ -174,7 +174,8 @@ struct ManyRows {
   using E = typename Operands::Element;
   // The columns of Q and of copied keys in vectors of rows are a multiple of the widest span.
   using WidestForm = BlockForm<E, T, kHasThreeQuarters<In, T>>;
-  static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64 ? WidestForm::kSpan : 1;
+  static constexpr int kSpanOfVectors =
+      FA_VECTOR_BYTES == 64 || widens_keys_once<In, T>(kMostRowsAtOnce) ? WidestForm::kSpan : 1;
   static int64_t whole_columns(int64_t depth) { return ceil_div(depth, kSpanOfVectors) * kSpanOfVectors; }
 
   E* q;           // [heads of a task][D][lanes]   Q^T in panels
@@ -298,10 +299,10 @@ struct ManyRows {
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
     for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
       E* to = q + (n * lanes + first) * block_depth_of<T>(depth);
+      if (multiplies_vector_of_rows<In, T>(count, rows))
+        return load_block_of_queries<E, T>(from + first * ldq, ldq, count, whole_columns(depth), to);
       if constexpr (kReadsKeysInPlace<In, T>)
         if (reads_keys_in_place<In, T>(count)) return load_block(from + first * ldq, ldq, count, depth, to);
-      if (multiplies_vector_of_rows<T>(count))
-        return load_block_of_queries<E, T>(from + first * ldq, ldq, count, whole_columns(depth), to);
       load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
     });
   }
@@ -311,17 +312,17 @@ struct ManyRows {
     const E* own = q + n * block_depth * lanes_of<T>(rows);
     if constexpr (kReadsKeysInPlace<In, T>) {
       for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
-        if (reads_keys_in_place<In, T>(count))
+        if (reads_keys_in_place<In, T>(count) && !multiplies_vector_of_rows<In, T>(count, rows))
           score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j), ahead);
       });
       if (reads_all_keys_in_place<In, T>(rows)) return;
     }
     const Tile<E> tile =
         Operands::load_keys(k, keys, k_tile, std::max(widest_span<In, T>(rows), kSpanOfVectors));
-    if constexpr (FA_VECTOR_BYTES == 64) {
+    if constexpr (FA_VECTOR_BYTES == 64 || widens_keys_once<In, T>(kMostRowsAtOnce)) {
       const int64_t whole_cols = tile.data == k_tile ? whole_columns(depth) : depth;
       for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
-        if (multiplies_vector_of_rows<T>(count))
+        if (multiplies_vector_of_rows<In, T>(count, rows))
           score_block_of_rows<E>(own + first * block_depth, count, Rows<E>{tile.data, tile.ld, whole_cols},
                                  keys, scale, to.at(first, count, j), k_tile, ahead);
       });

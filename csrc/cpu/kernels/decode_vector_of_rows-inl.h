@@ -9,7 +9,8 @@
 //
 //   q0[c] q0[c+1] q1[c] q1[c+1] q4[c] ...  times  k[c] k[c+1] k[c] k[c+1] k[c] ...
 //
-// AVX2 widens keys of 16 bits in registers, after the broadcast. So no copy of them is written.
+// AVX2 widens keys of 16 bits in registers, after the broadcast. So no copy of them is written. Several blocks of rows share a copy
+// of float16 keys (widens_keys_once()).
 #pragma once
 
 #include "decode_lanes-inl.h"
