@@ -13,8 +13,18 @@ struct TileGroups {
     return {scales + j * count, products ? products + j * count : nullptr};
   }
 
-  // Loads `keys` rows, and each number `copies` times. Returns whether all numbers are finite.
+  // Loads `keys` rows, and each number `copies` times. Zeros follow, because a vector of groups may end with them. Returns whether
+  // all numbers are finite.
   bool load_tile(const AttentionParams& p, const CacheGroups& groups, int64_t h_kv, int64_t j0, int64_t keys,
+                 int64_t copies = 1) const {
+    const bool is_finite = load_runs(p, groups, h_kv, j0, keys, copies);
+    const TileGroups end = from(keys, groups.count * copies);
+    store<float>(end.scales, F32{});
+    if (products) store<float>(end.products, F32{});
+    return is_finite;
+  }
+  // The same without zeros.
+  bool load_runs(const AttentionParams& p, const CacheGroups& groups, int64_t h_kv, int64_t j0, int64_t keys,
                  int64_t copies = 1) const {
     F32 probe = {};
     for_each_cache_run(p, j0, keys, [&](int64_t first, int64_t end, int64_t page, int64_t row) {
@@ -26,6 +36,11 @@ struct TileGroups {
                                     products ? groups.zeros.row<Number>(page, h_kv, row) : nullptr,
                                     groups.zeros.stride_s, groups.count, end - first, copies);
         };
+        if (groups.count == 1 && copies == 1)
+          return from(first, 1).load_single(groups.scales.row<Number>(page, h_kv, row),
+                                            groups.scales.stride_s,
+                                            products ? groups.zeros.row<Number>(page, h_kv, row) : nullptr,
+                                            groups.zeros.stride_s, end - first);
         switch (groups.count) {
           case 1: return load_some(std::integral_constant<int, 1>{});
           case 2: return load_some(std::integral_constant<int, 2>{});
@@ -59,6 +74,26 @@ struct TileGroups {
   }
 
  private:
+  // As load_rows(), for rows of one number.
+  template <class Number>
+  F32 load_single(const Number* scale, int64_t stride_scale, const Number* zero, int64_t stride_zero,
+                  int64_t rows) const {
+    // The numbers of all rows first: a vector load would wait for stores of its parts.
+    Number run[kMostDecodeKeys];
+    F32 probe = {};
+    const auto load = [&](const Number* row, int64_t stride, float* to, const float* factors) {
+      for (int64_t n = 0; n < rows; ++n, row += stride) run[n] = *row;
+      for (int64_t n = 0; n < rows; n += kLanes<float>) {
+        F32 numbers = load_columns<float>(run + n, rows - n);
+        if (factors) numbers *= load_columns<float>(factors + n, rows - n);
+        store_columns<float>(to + n, numbers, rows - n);
+        probe += numbers * 0.0f;
+      }
+    };
+    load(scale, stride_scale, scales, nullptr);
+    if (zero) load(zero, stride_zero, products, scales);
+    return probe;
+  }
   // Loads rows from `scale` and `zero` on. Returns 0 in all lanes if all numbers are finite. kCount: the numbers of a row; 0: `count`.
   template <int kCount, class Number>
   F32 load_rows(const Number* scale, int64_t stride_scale, const Number* zero, int64_t stride_zero,
@@ -88,8 +123,11 @@ struct TileGroups {
   }
   // Stores each of `count` numbers `copies` times. Each vector overwrites the padding of the vector before it.
   FA_INLINE static void store_copies(float* to, F32 numbers, int64_t count, int64_t copies) {
+    copies == 1 ? store<float>(to, numbers) : repeat_numbers(to, numbers, count, copies);
+  }
+  // A function, because a vector whose lanes are numbered at run time is in memory.
+  FA_NOINLINE static void repeat_numbers(float* to, F32 numbers, int64_t count, int64_t copies) {
     constexpr int64_t L = kLanes<float>;
-    if (copies == 1) return store<float>(to, numbers);
     for (int64_t n = 0; n < std::min(count, L); ++n, to += copies)
       for (int64_t i = 0; i < copies; i += L) store<float>(to + i, splat<float>(numbers[n]));
   }

@@ -10,6 +10,7 @@
 // P s is rounded for each group. Without zero points z is 8, and the second sum is one of integers.
 #pragma once
 
+#include "decode_groups-inl.h"
 #include "decode_many_rows-inl.h"
 #include "int16_rows-inl.h"
 #include "softmax-inl.h"
@@ -110,22 +111,7 @@ struct PairNibbles {
 inline bool load_scales(const AttentionParams& p, const CacheGroups& groups, int64_t h_kv, int64_t j0,
                         int64_t keys, int64_t ld, float* factors) {
   std::fill(factors, factors + ld, 1.0f);
-  F32 probe = {};
-  const auto load_run = [&](const auto* from, auto number, int64_t n, int64_t end) {
-    // The numbers of the whole run first: a vector load would wait for stores of its parts.
-    decltype(number) run[kMostDecodeKeys];
-    for (int64_t i = n; i < end; ++i, from += groups.scales.stride_s) run[i - n] = *from;
-    for (int64_t i = n; i < end; i += kLanes<float>) {
-      const F32 scales = load_columns<float>(run + (i - n), end - i);
-      store_columns<float>(factors + i, scales, end - i);
-      probe += scales * 0.0f;
-    }
-  };
-  for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
-    groups.is_float16 ? load_run(groups.scales.row<Float16>(page, h_kv, row), Float16{}, n, end)
-                      : load_run(groups.scales.row<float>(page, h_kv, row), 0.0f, n, end);
-  });
-  return sum_lanes<float>(probe) == 0.0f;
+  return TileGroups{factors, nullptr}.load_runs(p, groups, h_kv, j0, keys);
 }
 
 struct IntegerLanes {

@@ -8,7 +8,6 @@
 // bytes become words, and two operations separate the even and the odd columns.
 #pragma once
 
-#include "decode_groups-inl.h"
 #include "decode_integer_lanes-inl.h"
 #include "decode_products-inl.h"
 
