@@ -183,8 +183,9 @@ struct IntegerLanes {
     if (!factors.products) sum_probs(p, starts);
     add(PairNibbles{}, starts);
     if (factors.products)
-      subtract_zeros(p, KeyFactors<float>(factors.products + g * factors.ld, p.lanes), v->cols * planes, out,
-                     ldo);
+      for_any_span<float>(p.rows, [&](auto span) {
+        subtract_zeros<span.value>(p, factors.products + g * factors.ld, v->cols * planes, out, ldo);
+      });
   }
 
   // starts = -(the offset of nibbles) * (the sum of the rounded P of each row).
@@ -198,40 +199,46 @@ struct IntegerLanes {
   }
 
   // out[r][c] -= sum_j P[r][j] products[j], for all columns of a group.
-  static void subtract_zeros(const BlockProbs& p, const KeyFactors<float>& products, int64_t cols, float* out,
+  template <int kSpan>
+  static void subtract_zeros(const BlockProbs& p, const float* products, int64_t cols, float* out,
                              int64_t ldo) {
     constexpr int L = kLanes<float>;
     F32 sum = {};
-    for (int64_t n = 0; n < p.whole() * p.lanes; n += L) sum += load<float>(p.data + n) * products.of(n);
-    for (int d = L / 2; d >= p.lanes; d /= 2) sum += rotate<float>(sum, d);
+    for_each_two<kSpan>(p, products,
+                        [&](int64_t, F32 first, F32 second) FA_INLINE_LAMBDA { sum += first + second; });
+    for (int d = L / 2; d >= L / kSpan; d /= 2) sum += rotate<float>(sum, d);
     for (int64_t r = 0; r < p.rows; ++r)
       for (int64_t c = 0; c < cols; c += L) {
         float* to = out + r * ldo + c;
         store<float>(to, load<float>(to) - sum[r]);
       }
   }
+
+  // Calls body(n, P times factors) for two vectors of P^T at a time, from element n on. null factors: 1.
+  template <int kSpan, class Body>
+  FA_INLINE static void for_each_two(const BlockProbs& p, const float* factors, const Body& body) {
+    constexpr int L = kLanes<float>, kBlockLanes = L / kSpan;
+    for (int64_t j = 0; j < p.whole(); j += L)
+#pragma GCC unroll 8
+      for (int v = 0; v < kBlockLanes; v += 2) {
+        const int64_t n = j * kBlockLanes + v * L;
+        const F32 first = load<float>(p.data + n), second = load<float>(p.data + n + L);
+        factors ? body(n, first * key_factors<kSpan>(factors + j, v),
+                       second * key_factors<kSpan>(factors + j, v + 1))
+                : body(n, first, second);
+      }
+  }
+
   // Rounds P^T of a block, [keys][lanes], times the factors of its keys, to pairs of keys, [keys / 2][lanes]. Sets factor *
-  // (the unit of each row). null factors: 1.
+  // (the unit of each row).
   template <int kSpan>
   void round_probs(const BlockProbs& p, const float* factors, float factor, float* units) const {
     constexpr int L = kLanes<float>, kBlockLanes = L / kSpan;
     constexpr float kToWhole = 0x1.8p23f, kMost = std::numeric_limits<float>::max();
-    // Calls body(n, P times factors) for two vectors at a time, from element n on.
-    const auto for_each_two = [&](const auto& body) FA_INLINE_LAMBDA {
-      for (int64_t j = 0; j < p.whole(); j += L)
-#pragma GCC unroll 8
-        for (int v = 0; v < kBlockLanes; v += 2) {
-          const int64_t n = j * kBlockLanes + v * L;
-          const F32 first = load<float>(p.data + n), second = load<float>(p.data + n + L);
-          factors ? body(n, first * key_factors<kSpan>(factors + j, v),
-                         second * key_factors<kSpan>(factors + j, v + 1))
-                  : body(n, first, second);
-        }
-    };
     // Magnitudes compare like their bits. Inf and NaN compare above all finite numbers.
     S32 highest = {};
     const auto take = [&](S32 x) FA_INLINE_LAMBDA { highest = x > highest ? x : highest; };
-    for_each_two([&](int64_t, F32 first, F32 second) FA_INLINE_LAMBDA {
+    for_each_two<kSpan>(p, factors, [&](int64_t, F32 first, F32 second) FA_INLINE_LAMBDA {
       take((S32)first & 0x7fffffff);
       take((S32)second & 0x7fffffff);
     });
@@ -244,7 +251,7 @@ struct IntegerLanes {
     store<float>(units, is_number ? factor / inverse : if_none);
     inverse = is_number ? inverse : zero;
     const KeysOfLanes key(kBlockLanes);
-    for_each_two([&](int64_t n, F32 first, F32 second) FA_INLINE_LAMBDA {
+    for_each_two<kSpan>(p, factors, [&](int64_t n, F32 first, F32 second) FA_INLINE_LAMBDA {
       const F32 whole[2] = {first * inverse + kToWhole, second * inverse + kToWhole};
       store_elements(probs + n / 2, ((U32)pick<float>(whole[0], whole[1], key.even) & 0xffffu) |
                                         (U32)pick<float>(whole[0], whole[1], key.odd) << 16);
