@@ -1,13 +1,12 @@
-// int8 and int4 caches of decode with rows as lanes, without a conversion to floats: the product with V, and everything that does
-// not depend on the product with K. decode_byte_lanes-inl.h, decode_word_lanes-inl.h and decode_nibble_lanes-inl.h
-// have S^T = K Q^T.
+// int8 and int4 caches of decode with rows as lanes, without a conversion to floats: when they are used, and the product with V.
+// S^T = K Q^T is in decode_byte_lanes-inl.h, decode_word_lanes-inl.h and decode_nibble_lanes-inl.h.
 //
 // O += P V: P is rounded to int16 (int16_rows-inl.h), and pairs of keys are multiplied (decode_lane_values-inl.h). With groups g of
 // columns, scales s, zero points z and nibbles n, int4 has
 //
 //   O_c = sum_j (P_j s_jg) n_jc - sum_j P_j s_jg z_jg             g: the group of column c
 //
-// P s is rounded for each group. Without zero points z is 8, and the second sum is one of integers.
+// P s is rounded for each group. Without zero points, z is 8, and the second sum adds the rounded P s.
 #pragma once
 
 #include "decode_groups-inl.h"
@@ -15,7 +14,8 @@
 #include "int16_rows-inl.h"
 #include "softmax-inl.h"
 
-// AVX-512 BF16 multiplies bytes of keys. AVX2 multiplies keys widened to int16. Other instruction sets have other forms.
+// AVX-512 BF16 multiplies bytes of keys. AVX2 multiplies bytes of int4 keys, and words of int8 keys. Other instruction sets have other
+// forms.
 #if defined(FA_DOT_BYTES) || (FA_VECTOR_BYTES == 32 && defined(FA_DOT_INT16))
 #define FA_HAS_INTEGER_LANES
 constexpr bool kHasIntegerLanes = true;
@@ -23,29 +23,33 @@ constexpr bool kHasIntegerLanes = true;
 constexpr bool kHasIntegerLanes = false;
 #endif
 
-// Whether a row has several scales, or zero points. A single scale multiplies scores or probabilities.
+// Whether a row of int4 has several scales, or zero points. A single scale multiplies scores or probabilities.
 inline bool has_groups_of(const CacheGroups& groups) { return groups.count > 1 || groups.zeros; }
-// Whether products of rows as lanes exist for keys or values of a cache. AVX-512 BF16: int4 with one scale for each row, without
-// zero points. A lookup converts other rows to bfloat16 in few instructions.
+
+// Whether products of rows as lanes exist for keys or values of a cache. AVX-512 BF16 converts int4 with groups or zero points by
+// lookups, because lookups are few instructions.
 inline bool has_integer_lanes(const CacheParams& cache, const CacheGroups& groups) {
   return cache.dtype == CacheDType::kInt8 ||
          (cache.dtype == CacheDType::kInt4 && (FA_VECTOR_BYTES == 32 || !has_groups_of(groups)));
 }
-// Whether they exist for the keys of a call.
+
+// Whether these products exist for the keys of a call.
 inline bool has_integer_keys(const AttentionParams& p) {
   const CacheParams& cache = p.varlen.cache;
   const int64_t columns_at_once = cache.dtype == CacheDType::kInt4 ? 32 : 16;
   return kHasIntegerLanes && has_integer_lanes(cache, cache.k_groups) &&
          p.sizes.head_dim % columns_at_once == 0;
 }
-// Whether they multiply the keys by `rows` rows of 16 bits. With 24 and 32 rows, calls take 0.73 of
-// the time of a conversion to float32 with int8, and 0.54 to 0.67 with int4 (AVX2, Zen 3).
+// With 24 and 32 rows on AVX2, calls take 0.73 of the time of a conversion to float32 with int8, and 0.54 to 0.67 with int4 (Zen 3).
 constexpr int64_t kMostIntegerRows = FA_VECTOR_BYTES == 32 ? 32 : 16;
+
+// Whether the keys of a call are multiplied by `rows` rows of 16 bits as integers, with rows as lanes.
 inline bool multiplies_integer_lanes(const AttentionParams& p, int64_t rows) {
   return has_integer_keys(p) && rows <= kMostIntegerRows && fills_lanes<float>(rows) &&
          uses_lane_blocks<float>(rows);
 }
-// Whether they also multiply the values.
+
+// The same for the values. Only if also the keys are.
 inline bool multiplies_integer_values(const AttentionParams& p, int64_t rows) {
   const CacheParams& cache = p.varlen.cache;
   if (!multiplies_integer_lanes(p, rows) || !has_integer_lanes(cache, cache.v_groups)) return false;

@@ -4,11 +4,11 @@
 //
 //   S_j = u sum_g (s_jg (256 sum_c high_c n_jc + sum_c low_c n_jc) - s_jg z_jg sum_c q_c)         c: the columns of group g
 //
-// u is the unit of the row. Sums of int16 hold 32 columns: 8 products of two nibbles, at most 8 * 2 * 15 * 128. So a part of 32
-// columns has one scale: a group has one or several parts.
+// u is the unit of the row. A sum of int16 has the products of a part, 32 columns: 8 products of two nibbles, at most 8 * 2 * 15 * 128.
+// Then it is converted to float32 and multiplied by the scale of the part. A group is one or several parts.
 //
-// Nibbles become bytes once for all rows: [keys][D / 64][even, odd columns][32]. Two parts are in a vector. With kSpan 2 and 4,
-// half of a lane's span belongs to the first part, and half to the second.
+// Nibbles become bytes once for all rows: [keys][pairs of parts][even, odd columns][32]. With kSpan 2 and 4, half of a span belongs to
+// the first part of a pair, and half to the second.
 #pragma once
 
 #include "decode_groups-inl.h"
@@ -19,20 +19,20 @@
 constexpr int64_t kPart = 32, kTwoParts = 2 * kPart;  // columns
 constexpr int kNibbleKeys = 4;  // keys at a time: each has two sums of int16 and one of float32
 
-// The index of the element of two parts, [2][4] of 4 bytes, that is element `i` in the order of kSpan.
+// A plane of two parts, [2][4] elements of 4 bytes, in the order of kSpan. Returns the number of the element that becomes element `i`.
 template <int kSpan>
 constexpr int element_of_parts(int i) {
   constexpr int kUnit = kSpan / 2;
   return kSpan == 1 ? i : i / kUnit % 2 * 4 + i / kSpan * kUnit + i % kUnit;
 }
 
-// The step of element `i` of a plane, among the steps of two parts. With kSpan 1, each part has its own steps.
+// Returns the step of element `i` of a plane, among the steps of two parts. With kSpan 1, each part has steps of its own.
 template <int kSpan>
 constexpr int step_of_element(int plane, int i) {
   return kSpan == 1 ? i / 4 * 8 + plane * 4 + i % 4 : (plane * 8 + i) / kSpan;
 }
 
-// Returns the numbers of two parts in the lanes of their columns; with kSpan 1 the number of one part.
+// Returns the numbers of two parts in the lanes of their columns. With kSpan 1, it returns the number of one part in all lanes.
 template <int kSpan>
 FA_INLINE F32 broadcast_parts(const float* p) {
   if constexpr (kSpan == 1) {
@@ -112,7 +112,7 @@ FA_NOINLINE void nibble_lanes_block(const int8_t* q, S32 start, const float* off
   for (int n = 0; n < N / kSpan; ++n) store<float>(out + n * L, sum[n] * factors);
 }
 
-// Q of the task's heads as bytes, and the scales of the tile's keys. A head has blocks of rows.
+// Q of the task's heads as bytes, and the scales of the tile's keys and values. A head has blocks of rows.
 struct NibbleLanes {
   static constexpr int64_t kKeys = 64;  // keys whose nibbles become bytes at once
 
@@ -294,7 +294,7 @@ struct NibbleLanes {
   }
 };
 
-// Words for int8, bytes for int4.
+// LaneIntegers of AVX2: words of int8, or bytes of int4.
 struct WordsOrNibbles : IntegerLanes {
   static constexpr bool kHasGroups = true;  // NibbleLanes multiplies by the scales
 
