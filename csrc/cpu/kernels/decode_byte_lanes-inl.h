@@ -58,9 +58,7 @@ FA_INLINE void byte_lanes_block(const int8_t* q, int64_t steps, const float* sta
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n)
     sum[n] = __builtin_convertvector(high[n], F32) * 256.0f + __builtin_convertvector(low[n], F32);
-  sum_spans<float, kSpan, N>(sum);
-#pragma GCC unroll 16
-  for (int n = 0; n < N / kSpan; ++n) store<float>(out + n * L, sum[n] * factors);
+  store_span_sums<float, kSpan>(sum, factors, out);
 }
 
 // Q of the task's heads as bytes. A head has one or two blocks of rows.

@@ -30,21 +30,20 @@ struct TileGroups {
     for_each_cache_run(p, j0, keys, [&](int64_t first, int64_t end, int64_t page, int64_t row) {
       const auto load = [&](auto number) {
         using Number = decltype(number);
-        const auto load_some = [&](auto few) {
-          return from(first, groups.count * copies)
-              .load_rows<few.value>(groups.scales.row<Number>(page, h_kv, row), groups.scales.stride_s,
-                                    products ? groups.zeros.row<Number>(page, h_kv, row) : nullptr,
-                                    groups.zeros.stride_s, groups.count, end - first, copies);
-        };
+        const Number* scale = groups.scales.row<Number>(page, h_kv, row);
+        const Number* zero = products ? groups.zeros.row<Number>(page, h_kv, row) : nullptr;
+        const int64_t stride_scale = groups.scales.stride_s, stride_zero = groups.zeros.stride_s,
+                      rows = end - first;
+        const TileGroups to = from(first, groups.count * copies);
         if (groups.count == 1 && copies == 1)
-          return from(first, 1).load_single(groups.scales.row<Number>(page, h_kv, row),
-                                            groups.scales.stride_s,
-                                            products ? groups.zeros.row<Number>(page, h_kv, row) : nullptr,
-                                            groups.zeros.stride_s, end - first);
+          return to.load_single(scale, stride_scale, zero, stride_zero, rows);
+        const auto load_some = [&](auto few) {
+          return to.load_rows<few.value>(scale, stride_scale, zero, stride_zero, groups.count, rows, copies);
+        };
         switch (groups.count) {
           case 1: return load_some(std::integral_constant<int, 1>{});
           case 2: return load_some(std::integral_constant<int, 2>{});
-          case 4: return load_some(std::integral_constant < int, kLanes<float><4 ? 0 : 4>{});
+          case 4: return load_some(std::integral_constant<int, 4>{});
           default: return load_some(std::integral_constant<int, 0>{});
         }
       };

@@ -274,6 +274,14 @@ FA_INLINE void sum_spans(Vec<T> (&sum)[kKeys]) {
   }
 }
 
+// Writes the sums of kKeys keys, times a factor or a factor of each lane, as S^T, [kKeys][lanes].
+template <class T, int kSpan, int kKeys, class Factors>
+FA_INLINE void store_span_sums(Vec<T> (&sum)[kKeys], const Factors& factors, T* out) {
+  sum_spans<T, kSpan, kKeys>(sum);
+#pragma GCC unroll 16
+  for (int n = 0; n < kKeys / kSpan; ++n) store<T>(out + n * kLanes<T>, sum[n] * factors);
+}
+
 // The addresses of one span of kDotSums keys. Neighbouring keys have a constant distance.
 template <class E>
 struct KeyAddresses {
@@ -329,9 +337,7 @@ FA_NOINLINE void lanes_block(const E* q, int64_t groups, const E* k, int64_t ld,
   }
   if (g < groups) ahead.lines(ceil_div((groups - g) * N * bytes, 64));
   for (; g < groups; ++g) add_span();
-  sum_spans<T, kSpan, N>(sum);
-#pragma GCC unroll 16
-  for (int n = 0; n < N / kSpan; ++n) store<T>(out + n * L, sum[n] * scale);
+  store_span_sums<T, kSpan>(sum, scale, out);
 }
 
 // Copies q[r][c] of `rows` rows to lanes. Rows of `q` are padded with zeros to whole vectors.

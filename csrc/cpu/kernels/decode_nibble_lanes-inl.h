@@ -107,9 +107,7 @@ FA_NOINLINE void nibble_lanes_block(const int8_t* q, S32 start, const float* off
   F32 sum[N];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) sum[n] = __builtin_convertvector(total[n], F32);
-  sum_spans<float, kSpan, N>(sum);
-#pragma GCC unroll 4
-  for (int n = 0; n < N / kSpan; ++n) store<float>(out + n * L, sum[n] * factors);
+  store_span_sums<float, kSpan>(sum, factors, out);
 }
 
 // Q of the task's heads as bytes, and the scales of the tile's keys and values. A head has blocks of rows.
@@ -194,9 +192,10 @@ struct NibbleLanes {
       const int64_t count = std::min(kKeys, keys - j0);
       const TileGroups some = numbers_of_keys.from(j0, cols / kPart);
       Prefetcher nothing;
+      // The first of several blocks has kSpan 1, and only the last block may have another order of bytes.
       for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t of_block) {
         for_any_span<float>(of_block, [&](auto span) {
-          if (first == 0 || of_block < kLanes<float>) load_bytes_of_keys<span.value>(k, j0, count);
+          if (first == 0 || span.value > 1) load_bytes_of_keys<span.value>(k, j0, count);
           score_block<span.value>(IntegerLanes::block_of(n, first), count, some, factor,
                                   to.at(first, of_block, first_key + j0), first == 0 ? ahead : nothing);
         });

@@ -31,9 +31,7 @@ FA_NOINLINE void word_lanes_block(const Pair* q, int64_t steps, const Pair* k, i
   F32 of_key[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) of_key[n] = __builtin_convertvector(sum[n], F32);
-  sum_spans<float, kSpan, N>(of_key);
-#pragma GCC unroll 16
-  for (int n = 0; n < N / kSpan; ++n) store<float>(out + n * L, of_key[n] * factors);
+  store_span_sums<float, kSpan>(of_key, factors, out);
 }
 
 // Q of the task's heads as int16. A head has blocks of rows.
