@@ -245,10 +245,10 @@ void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, co
   for (; c < cols; c += kCols) value_lanes_block<Values, R, 1>(probs, row, chunk, c, keys, out, ldo, ahead);
 }
 
-// Returns how many of the remaining rows the next group has. With 16 registers a group of 6 is the fastest for each row, and
-// 3 rows have too few sums. Otherwise all groups have about the same size.
+// Returns how many of the remaining rows the next group has. With 16 registers a group of 6 is the fastest for each row. Otherwise all
+// groups have about the same size.
 constexpr int64_t rows_of_group(int64_t rows) {
-  if (FA_VECTOR_REGISTERS == 16) return rows == 3 ? 2 : std::min<int64_t>(rows, kMostValueRows);
+  if (FA_VECTOR_REGISTERS == 16) return std::min<int64_t>(rows, kMostValueRows);
   if (rows <= kMostRowsOfGroup) return rows;
   // In 32 bits, because a division of 64 bits takes 40 cycles on some CPUs.
   const auto groups = static_cast<uint32_t>(ceil_div(rows, kMostValueRows));
