@@ -65,7 +65,7 @@ def test_rows(isa, dtype, form, keys):
 def test_head_dimensions(isa, form, columns):
     """Also columns that the products of integers refuse: keys, values or both are converted."""
     arguments = caches_of(form, 150, columns)
-    for group in (2, 4, 8, 12):
+    for group in (2, 3, 4, 8, 12):
         check(torch.randn(1, 1, group * HK, columns[0]).bfloat16(), 150, **arguments)
 
 
@@ -74,7 +74,7 @@ def test_head_dimensions(isa, form, columns):
 def test_pages(isa, form, page_size):
     """A page ends within a block of keys."""
     arguments = caches_of(form, 203, (64, 64), page_size)
-    for group in (2, 4, 8, 16):
+    for group in (2, 3, 4, 8, 16):
         check(torch.randn(1, 1, group * HK, 64).half(), 203, **arguments)
 
 
@@ -98,7 +98,7 @@ def test_nan_scales_of_hidden_rows_reach_nothing(isa, form, group):
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_queries_that_are_not_finite_reach_only_their_row(isa, form, value):
     arguments = caches_of(form, 100, (64, 64))
-    for group in (2, 4, 8, 12):
+    for group in (2, 3, 4, 8, 12):
         q = torch.randn(1, 1, group * HK, 64).bfloat16()
         expected = flash_attn_with_kvcache(q, cache_seqlens=100, **arguments)
         q[0, 0, 1, 5] = value

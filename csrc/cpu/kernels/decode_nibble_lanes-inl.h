@@ -12,6 +12,7 @@
 #pragma once
 
 #include "decode_groups-inl.h"
+#include "decode_integer_columns-inl.h"
 #include "decode_word_lanes-inl.h"
 
 #if defined(FA_MULTIPLY_BYTES)
@@ -287,36 +288,52 @@ struct NibbleLanes {
             q + block * block_bytes(), start, offsets + block * block_offsets(), whole / kTwoParts,
             bytes + i * whole, whole, some.from(i, parts), parts, of_lanes, to + i * L / kSpan, ahead);
     };
-    if (!has_groups) return score(std::integral_constant<KeyNumbers, KeyNumbers::kOneScale>{});
+    if constexpr (kSpan == 1)  // otherwise IntegerColumns
+      if (!has_groups) return score(std::integral_constant<KeyNumbers, KeyNumbers::kOneScale>{});
     if (!some.products) return score(std::integral_constant<KeyNumbers, KeyNumbers::kScales>{});
     score(std::integral_constant<KeyNumbers, KeyNumbers::kScalesAndZeros>{});
   }
 };
 
-// LaneIntegers of AVX2: words of int8, or bytes of int4.
+// LaneIntegers of AVX2: words of int8, or bytes of int4. A last block of few rows may have columns as lanes.
 struct WordsOrNibbles : IntegerLanes {
   static constexpr bool kHasGroups = true;  // NibbleLanes multiplies by the scales
 
   WordLanes words;
   NibbleLanes nibbles;
+  IntegerColumns columns;
 
   static WordsOrNibbles allocate(Arena& arena, const AttentionParams& p, int64_t heads, int64_t block_k) {
     WordsOrNibbles b{};
     static_cast<IntegerLanes&>(b) = IntegerLanes::allocate(arena, p, block_k);
     b.words = WordLanes::allocate(arena, p, heads);
     b.nibbles = NibbleLanes::allocate(arena, p, heads, block_k);
+    b.columns = IntegerColumns::allocate(arena, p, heads, b.planes);
     return b;
   }
   void load_queries(int64_t n, int64_t rows, const float* from, int64_t ld, float scale) const {
-    planes == 2 ? nibbles.load_queries(n, rows, from, ld, scale)
-                : words.load_queries(n, rows, from, ld, scale);
+    const int64_t of_lanes = rows_of_lanes(rows);
+    planes == 2 ? nibbles.load_queries(n, of_lanes, from, ld, scale)
+                : words.load_queries(n, of_lanes, from, ld, scale);
+    if (of_lanes < rows) columns.load_queries(n, rows - of_lanes, from + of_lanes * ld, ld, scale);
   }
   void load_scores(int64_t n, int64_t rows, const Rows<int8_t>& k, int64_t j, int64_t keys, float factor,
                    const LaneTile<float>& to, int64_t first_key, Prefetcher& ahead) const {
-    if (planes == 2)
-      nibbles.load_scores(n, rows, k, j, keys, factor, to, first_key, ahead);
-    else
-      words.load_scores(n, rows, k, keys, factor, to, first_key, ahead);
+    const int64_t of_lanes = rows_of_lanes(rows), of_columns = rows - of_lanes;
+    if (of_lanes > 0)
+      planes == 2 ? nibbles.load_scores(n, of_lanes, k, j, keys, factor, to, first_key, ahead)
+                  : words.load_scores(n, of_lanes, k, keys, factor, to, first_key, ahead);
+    Prefetcher nothing;
+    if (of_columns > 0)
+      columns.load_scores(n, of_columns, k, keys, factor, to.at(of_lanes, of_columns, first_key),
+                          of_lanes > 0 ? nothing : ahead);
+  }
+
+ private:
+  // Returns how many of the first rows are lanes: all rows, or all but the last block.
+  int64_t rows_of_lanes(int64_t rows) const {
+    const int64_t last = rows_of_last_block<BFloat16, float>(rows);
+    return columns.multiplies(last) ? rows - last : rows;
   }
 };
 

@@ -44,31 +44,40 @@ inline void for_column_form(int64_t rows, const Body& body) {
   if constexpr (kHasVectorsOfRows) {  // L / 2 = 4
     if (rows <= 2) return body(std::integral_constant<int, 2>{});
     if (rows == 3) return body(std::integral_constant<int, 3>{});
-    return body(std::integral_constant<int, 4>{});
+    body(std::integral_constant<int, 4>{});
+  } else {
+    if (rows <= 4) return body(std::integral_constant<int, 4>{});
+    if (rows <= 6) return body(std::integral_constant<int, 6>{});
+    if (rows == 7) return body(std::integral_constant<int, 7>{});
+    body(std::integral_constant<int, 8>{});
   }
-  if (rows <= 4) return body(std::integral_constant<int, 4>{});
-  if (rows <= 6) return body(std::integral_constant<int, 6>{});
-  if (rows == 7) return body(std::integral_constant<int, 7>{});
-  body(std::integral_constant<int, 8>{});
 }
 
-// Returns a vector: lane i is the sum of the lanes of sum[i]. In contrast to sum_each(), each step is a shuffle without a
-// vector of indices.
-template <class T>
-FA_INLINE Vec<T> sum_each_by_parts(Vec<T> (&sum)[kLanes<T>]) {
+// Adds neighbouring parts of kPart lanes of a span of kSpan lanes, first of a, then of b. Example: kPart 1, kSpan 4 gives a0 + a1,
+// a2 + a3, b0 + b1, b2 + b3. In contrast to sum_each(), each step is a shuffle without a vector of indices.
+template <class T, int kPart, int kSpan, class V>
+FA_INLINE V add_parts(V a, V b) {
+  const auto some = [&](int first) FA_INLINE_LAMBDA {
+    return (V)pick<T>((Vec<T>)a, (Vec<T>)b, every_second_part<T, kPart, kSpan>(first));
+  };
+  return some(0) + some(1);
+}
+
+// Returns a vector: lane i is the sum of the lanes of sum[i].
+template <class T, class V>
+FA_INLINE V sum_each_by_parts(V (&sum)[kLanes<T>]) {
   constexpr int L = kLanes<T>, kPart = 16 / sizeof(T);
-  const auto halve = [&](int count, VecIndex<T> even, VecIndex<T> odd) FA_INLINE_LAMBDA {
+  const auto halve = [&](int count, auto part, auto span) FA_INLINE_LAMBDA {
 #pragma GCC unroll 16
     for (int n = 0; n < L / 2; ++n)
-      if (n < count)
-        sum[n] = pick<T>(sum[2 * n], sum[2 * n + 1], even) + pick<T>(sum[2 * n], sum[2 * n + 1], odd);
+      if (n < count) sum[n] = add_parts<T, part.value, span.value>(sum[2 * n], sum[2 * n + 1]);
   };
   int count = L;
 #pragma GCC unroll 4
   for (int lanes = kPart; lanes > 1; lanes /= 2)  // within 16 bytes
-    halve(count /= 2, every_second_part<T, 1, kPart>(0), every_second_part<T, 1, kPart>(1));
+    halve(count /= 2, std::integral_constant<int, 1>{}, std::integral_constant<int, kPart>{});
 #pragma GCC unroll 4
-  while (count > 1) halve(count /= 2, every_second_part<T, kPart, L>(0), every_second_part<T, kPart, L>(1));
+  while (count > 1) halve(count /= 2, std::integral_constant<int, kPart>{}, std::integral_constant<int, L>{});
   return sum[0];
 }
 
@@ -167,23 +176,16 @@ FA_INLINE void sums_of_two_keys(const T* q, const Rows<Float16>& k, int64_t j, i
       for (int n = 0; n < N; ++n) sum[n][r] = multiply_add(sum[n][r], query, columns[n]);
     }
   }
-  const auto halve = [](Vec<T> a, Vec<T> b, auto part, auto span) FA_INLINE_LAMBDA {
-    return pick<T>(a, b, every_second_part<T, part.value, span.value>(0)) +
-           pick<T>(a, b, every_second_part<T, part.value, span.value>(1));
-  };
-  using One = std::integral_constant<int, 1>;
-  using Part = std::integral_constant<int, kPart>;
-  using Whole = std::integral_constant<int, L>;
   // The sums of 4 rows in each 16 bytes. The first half of the vector has one key, the second half the next one.
   const auto of_four_rows = [&](int n, int first) FA_INLINE_LAMBDA {
     const auto sum_of = [&](int r) FA_INLINE_LAMBDA { return r < R ? sum[n][r < R ? r : 0] : Vec<T>{}; };
-    return halve(halve(sum_of(first), sum_of(first + 1), One{}, Part{}),
-                 halve(sum_of(first + 2), sum_of(first + 3), One{}, Part{}), One{}, Part{});
+    return add_parts<T, 1, kPart>(add_parts<T, 1, kPart>(sum_of(first), sum_of(first + 1)),
+                                  add_parts<T, 1, kPart>(sum_of(first + 2), sum_of(first + 3)));
   };
   if constexpr (R <= 4) {
 #pragma GCC unroll 2
     for (int n = 0; n < N; n += 2)
-      store<T>(out + n / 2 * L, halve(of_four_rows(n, 0), of_four_rows(n + 1, 0), Part{}, Whole{}) * scale);
+      store<T>(out + n / 2 * L, add_parts<T, kPart, L>(of_four_rows(n, 0), of_four_rows(n + 1, 0)) * scale);
     return;
   }
   VecIndex<T> by_key;  // the parts of 16 bytes 0, 2, 1, 3
@@ -191,7 +193,7 @@ FA_INLINE void sums_of_two_keys(const T* q, const Rows<Float16>& k, int64_t j, i
   for (int i = 0; i < L; ++i) by_key[i] = (i / kPart % 2 * 2 + i / kPart / 2) * kPart + i % kPart;
 #pragma GCC unroll 2
   for (int n = 0; n < N; ++n) {
-    const Vec<T> all = halve(of_four_rows(n, 0), of_four_rows(n, 4), Part{}, Whole{});
+    const Vec<T> all = add_parts<T, kPart, L>(of_four_rows(n, 0), of_four_rows(n, 4));
     store<T>(out + n * L, pick<T>(all, all, by_key) * scale);
   }
 }

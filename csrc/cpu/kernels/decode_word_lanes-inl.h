@@ -1,5 +1,5 @@
-// S^T = K Q^T of decode for keys of int8, with rows as lanes (decode_lanes-inl.h), on AVX2. Q is rounded to int16
-// (int16_rows-inl.h), and keys are widened to int16. A product multiplies pairs of columns: 16 multiplications, where one of
+// S^T = K Q^T of decode for keys of int8 and blocks of more than 4 rows, on AVX2. Rows are lanes (decode_lanes-inl.h). Q is rounded to
+// int16 (int16_rows-inl.h), and keys are widened to int16. A product multiplies pairs of columns: 16 multiplications, where one of
 // float32 has 8.
 #pragma once
 
@@ -8,30 +8,27 @@
 
 #if defined(FA_HAS_INTEGER_LANES) && !defined(FA_DOT_BYTES)
 
-// out = factors * S^T for kDotSums keys, rows of `k` at distance `ld`. `bytes`: of a step of columns of the keys in memory.
-template <int kSpan>
-FA_NOINLINE void word_lanes_block(const Pair* q, int64_t steps, const Pair* k, int64_t ld, F32 factors,
-                                  float* out, int64_t bytes, Prefetcher& ahead) {
+// out = factors * S^T for kDotSums keys, rows of `k` at distance `ld`. `q`: [pairs][lanes].
+FA_NOINLINE inline void word_lanes_block(const Pair* q, int64_t pairs, const Pair* k, int64_t ld, F32 factors,
+                                         float* out, Prefetcher& ahead) {
   constexpr int L = kLanes<float>, N = kDotSums;
-  constexpr int64_t kStepsAtOnce = 16 / kSpan;  // between prefetches
+  constexpr int64_t kAtOnce = 16;  // pairs between prefetches
   S32 sum[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) sum[n] = S32{};
   KeyAddresses<Pair> keys(k, ld);
-  for (int64_t step = 0; step < steps;) {
-    const int64_t end = std::min(step + kStepsAtOnce, steps);
-    ahead.lines(ceil_div((end - step) * bytes, 64));
-    for (; step < end; ++step, q += L) {
+  for (int64_t pair = 0; pair < pairs;) {
+    const int64_t end = std::min(pair + kAtOnce, pairs);
+    ahead.lines(lines_of<int8_t>((end - pair) * 2 * N));
+    for (; pair < end; ++pair, q += L) {
       const U32 query = in_register(load_elements(q));
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sum[n] = multiply_add(sum[n], broadcast_span<kSpan>(keys.key(n)), query);
-      keys.advance(kSpan * sizeof(Pair));
+      for (int n = 0; n < N; ++n) sum[n] = multiply_add(sum[n], broadcast_element(keys.key(n)), query);
+      keys.advance(sizeof(Pair));
     }
   }
-  F32 of_key[N];
 #pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) of_key[n] = __builtin_convertvector(sum[n], F32);
-  store_span_sums<float, kSpan>(of_key, factors, out);
+  for (int n = 0; n < N; ++n) store<float>(out + n * L, __builtin_convertvector(sum[n], F32) * factors);
 }
 
 // Q of the task's heads as int16. A head has blocks of rows.
@@ -59,11 +56,10 @@ struct WordLanes {
   void load_queries(int64_t n, int64_t rows, const float* from, int64_t ld, float scale) const {
     constexpr int64_t L = kLanes<float>;
     for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t count) {
-      const int64_t block = IntegerLanes::block_of(n, first), lanes = lanes_of<float>(count);
+      const int64_t block = IntegerLanes::block_of(n, first);
       for (int64_t r = 0; r < count; ++r)
         factors[block * L + r] = scale * round_query(from + (first + r) * ld, rounded + r * cols);
-      for (int64_t i = count; i < L; ++i)  // the vectors of several keys repeat the rows
-        factors[block * L + i] = i % lanes < count ? factors[block * L + i % lanes] : 0.0f;
+      std::fill(factors + block * L + count, factors + (block + 1) * L, 0.0f);
       load_query_lanes<float>(reinterpret_cast<const Pair*>(rounded), cols / 2, count, cols / 2,
                               q + block * block_pairs());
     });
@@ -81,15 +77,10 @@ struct WordLanes {
       for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t some) {
         const int64_t block = IntegerLanes::block_of(n, first);
         const F32 of_lanes = load<float>(factors + block * L) * factor;
-        for_any_span<float>(some, [&](auto span) {
-          constexpr int kSpan = span.value;
-          const int64_t steps = cols / (2 * kSpan);
-          for (int64_t i = 0; i < whole; i += kDotSums)
-            word_lanes_block<kSpan>(q + block * block_pairs(), steps,
-                                    reinterpret_cast<const Pair*>(words + i * cols), cols / 2, of_lanes,
-                                    to.at(first, some, j + j0 + i), kDotSums * cols / steps,
-                                    first == 0 ? ahead : nothing);
-        });
+        for (int64_t i = 0; i < whole; i += kDotSums)
+          word_lanes_block(q + block * block_pairs(), cols / 2,
+                           reinterpret_cast<const Pair*>(words + i * cols), cols / 2, of_lanes,
+                           to.at(first, some, j + j0 + i), first == 0 ? ahead : nothing);
       });
     }
   }

@@ -1,0 +1,150 @@
+// S^T = K Q^T of decode for at most 4 rows, and keys of int8, or of int4 with one scale, on AVX2. The lanes are columns, as in
+// decode_sums_of_columns-inl.h: a vector of a key is read in place, widened to int16 in registers, and multiplied by each row of Q,
+// which is rounded to int16 (int16_rows-inl.h). Rows as lanes need a copy of the keys (decode_word_lanes-inl.h,
+// decode_nibble_lanes-inl.h). With 2 to 4 rows, calls take 0.78 to 0.93 of their time (Zen 3). With groups of int4, each row would
+// multiply by the scales.
+#pragma once
+
+#include "decode_bytes-inl.h"
+#include "decode_integer_lanes-inl.h"
+#include "decode_sums_of_columns-inl.h"
+
+#if defined(FA_HAS_INTEGER_LANES) && !defined(FA_DOT_BYTES)
+
+// The columns of 16 bytes of a key as vectors of int16.
+struct ByteColumns {
+  static constexpr int kVectors = 1;
+  FA_INLINE static void load(const int8_t* p, U32* columns) { columns[0] = FA_WIDEN_INT8(p); }
+};
+struct NibbleColumns {  // the even and the odd columns
+  static constexpr int kVectors = 2;
+  typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
+  FA_INLINE static void load(const int8_t* p, U32* columns) {
+    const Words bytes = (Words)FA_WIDEN_BYTES_TO_16(p);
+    columns[0] = (U32)(bytes & 15);
+    columns[1] = (U32)(bytes >> 4);
+  }
+};
+
+// Returns how many keys a product of R rows computes: S^T of these keys, [keys][lanes], is one vector.
+template <int R>
+constexpr int kColumnKeys = span_of<float>(R);
+
+// out = factors * (start + S^T) for kColumnKeys keys from key j on. Keys past `keys` read the last key again. `q`:
+// [steps][kVectors][R][16 columns].
+template <class Columns, int R>
+FA_NOINLINE void score_integer_columns(const Pair* q, S32 start, const Rows<int8_t>& k, int64_t j,
+                                       int64_t keys, F32 factors, float* out, Prefetcher& ahead) {
+  constexpr int L = kLanes<float>, N = kColumnKeys<R>, kVectors = Columns::kVectors;
+  constexpr int64_t kStep = 2 * L, kAtOnce = kBytesOfPrefetch / N;  // bytes
+  S32 sum[N][R];
+  const int8_t* key[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) sum[n][r] = S32{};
+  }
+  for (int64_t c = 0; c < k.cols; c += kStep, q += kVectors * R * L) {
+    if (c % kAtOnce == 0) ahead.lines(lines_of<int8_t>(N * std::min<int64_t>(kAtOnce, k.cols - c)));
+    U32 columns[N][kVectors];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) Columns::load(key[n] + c, columns[n]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const U32 query = in_register(load_elements(q + (v * R + r) * L));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sum[n][r] = multiply_add(sum[n][r], in_register(columns[n][v]), query);
+      }
+  }
+  constexpr int kLanesOut = L / N;
+  S32 each[L];
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) each[i] = i % kLanesOut < R ? sum[i / kLanesOut][i % kLanesOut] : S32{};
+  store<float>(out, __builtin_convertvector(sum_each_by_parts<float>(each) + start, F32) * factors);
+}
+
+// Q of the task's heads.
+struct IntegerColumns {
+  static constexpr int64_t kMostRows = kLanes<float> / 2;
+
+  Pair* q;           // [heads][kMostRows * D / 2]   for R rows: [steps][planes][R][16 columns]
+  float* factors;    // [heads][lanes]   the scale of the scores, times the unit of each row
+  int32_t* starts;   // [heads][lanes]   -(the offset of nibbles) sum_c q_c
+  int16_t* rounded;  // [D]   a row of q
+  int64_t cols;
+  int planes;  // of columns: int4 has two, the even and the odd columns
+  bool has_groups;
+
+  static IntegerColumns allocate(Arena& arena, const AttentionParams& p, int64_t heads, int planes) {
+    IntegerColumns b{};
+    b.cols = p.sizes.head_dim;
+    b.planes = planes;
+    b.has_groups = planes == 2 && has_groups_of(p.varlen.cache.k_groups);
+    if (b.has_groups) return b;
+    b.q = arena.take<Pair>(heads * b.head_pairs());
+    b.factors = arena.take<float>(heads * kLanes<float>);
+    b.starts = arena.take<int32_t>(heads * kLanes<float>);
+    b.rounded = arena.take<int16_t>(b.cols);
+    return b;
+  }
+
+  // Whether the rows of a block are multiplied by this struct.
+  bool multiplies(int64_t rows) const { return !has_groups && rows <= kMostRows; }
+
+  // Loads the rows of the task's head `n`. Rows of `from` are padded with zeros to whole vectors.
+  void load_queries(int64_t n, int64_t rows, const float* from, int64_t ld, float scale) const {
+    constexpr int64_t L = kLanes<float>;
+    Pair* const to = q + n * head_pairs();
+    std::fill(to, to + head_pairs(), Pair{});
+    std::fill(factors + n * L, factors + (n + 1) * L, 0.0f);
+    std::fill(starts + n * L, starts + (n + 1) * L, 0);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float largest = planes == 1 && cols > 512 ? kLargestOfWideRow : kLargestInt16;
+      const float factor = scale * round_row(from + r * ld, cols, largest, rounded);
+      int32_t sum = 0;
+      for (int64_t c = 0; c < cols; ++c) sum += rounded[c];
+      for (int64_t i = n * L + r; i < (n + 1) * L; i += lanes_of<float>(rows)) {  // a vector has several keys
+        factors[i] = factor;
+        if (planes == 2) starts[i] = -static_cast<int32_t>(kInt4Zero) * sum;
+      }
+      for_column_form(rows, [&](auto form_rows) { copy_row<form_rows.value>(r, to); });
+    }
+  }
+
+  // factor * S^T of the task's head `n`, for `keys` keys.
+  void load_scores(int64_t n, int64_t rows, const Rows<int8_t>& k, int64_t keys, float factor, float* out,
+                   Prefetcher& ahead) const {
+    constexpr int64_t L = kLanes<float>;
+    const S32 start = load_sums(starts + n * L);
+    const F32 of_lanes = load<float>(factors + n * L) * factor;
+    const auto score = [&](auto columns) {
+      for_column_form(rows, [&](auto form_rows) {
+        constexpr int R = form_rows.value;
+        for (int64_t j = 0; j < keys; j += kColumnKeys<R>, out += L)
+          score_integer_columns<decltype(columns), R>(q + n * head_pairs(), start, k, j, keys, of_lanes, out,
+                                                      ahead);
+      });
+    };
+    planes == 2 ? score(NibbleColumns{}) : score(ByteColumns{});
+  }
+
+ private:
+  int64_t head_pairs() const { return kMostRows * cols / 2; }
+
+  // Copies `rounded` to row r of R rows.
+  template <int R>
+  void copy_row(int64_t r, Pair* to) const {
+    constexpr int64_t kWords = 2 * kLanes<float>;
+    int16_t vector[kWords];
+    for (int64_t c = 0; c < cols; c += planes * kWords)
+      for (int64_t plane = 0; plane < planes; ++plane) {
+        for (int64_t i = 0; i < kWords; ++i) vector[i] = rounded[c + i * planes + plane];
+        std::memcpy(to + ((c / kWords + plane) * R + r) * kLanes<float>, vector, sizeof(vector));
+      }
+  }
+};
+
+#endif
