@@ -200,6 +200,8 @@ void load_decode_queries(const AttentionParams& p, const DecodeScratch<In, T>& s
         if (s.bytes.q && multiplies_bytes<T>(p, rows)) s.bytes.load_query(p, n * rows + row, q);
       if constexpr (DecodeNibbles::kExists<In> && !kHasOnlyPanels)
         if (s.nibbles.q && multiplies_nibbles<In, T>(p, rows)) s.nibbles.load_query(p, n * rows + row, q);
+      if constexpr (DecodeFloat8::kExists<T>)
+        if (DecodeFloat8::multiplies(p, rows)) s.float8.load_query(n, row, rows, q, s.products.scale);
     }
     s.products.finish_queries(p, n, rows);
     if constexpr (kUsesIntegerLanes<In>)

@@ -22,12 +22,13 @@ struct DecodeForm {
   const Sizes& z = p.sizes;
   const CacheDType dtype = p.varlen.cache.dtype;
 #if defined(FA_FEW_ROWS)  // only tiles of multiplies_panels()
-  static constexpr bool is_int8 = false, is_int4 = false, all_at_once = true;
+  static constexpr bool is_int8 = false, is_int4 = false, is_float8 = false, all_at_once = true;
 #else
   const bool is_int8 = DecodeBytes<In>::kExists && dtype == CacheDType::kInt8 && multiplies_bytes<T>(p, rows);
   const bool is_int4 =
       DecodeNibbles::kExists<In> && dtype == CacheDType::kInt4 && multiplies_nibbles<In, T>(p, rows);
-  const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
+  const bool is_float8 = DecodeFloat8::kExists<T> && DecodeFloat8::multiplies(p, rows);
+  const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4 && !is_float8;
 #endif
   const bool has_blocks = all_at_once && uses_lane_blocks<T>(rows), is_panel = all_at_once && !has_blocks;
   // Whether decode_integer_lanes-inl.h has a form for the rows, and whether for their product with V.
@@ -79,7 +80,7 @@ struct DecodeForm {
     const bool copies_keys = (kHasVectorsOfRows || Operands::kWidensKeys) &&
                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
     if (has_blocks && copies_keys && !(kHasVectorsOfRows && converts_rows())) return kChunkRows;
-    if (converts_rows())
+    if (converts_rows() || is_float8)
       return std::min(kConvertedRows, rows_in_l1(heads * z.head_dim, (64 << 10) * sizeof(In)));
     return reads_keys_again() || (heads > 1 && !is_panel) ? rows_in_l1(heads * z.head_dim) : keys;
   }
@@ -94,17 +95,21 @@ struct DecodeForm {
   }
   // The same for rows that are not lanes. Sums of the whole tile stay in registers, if the registers hold a row.
   int64_t value_step_of_few_rows(int64_t heads) const {
+    if (is_float8) return std::min(kConvertedRows, rows_in_l1(heads * z.head_dim_v, (64 << 10) * sizeof(In)));
     if (heads > 1) return rows_in_l1(heads * z.head_dim_v);
     return z.head_dim_v <= kDecodeValueVectors * kLanes<T> ? keys : kChunkRows;
   }
   // Returns how many rows a product may read from row `j` on, at most `most`: the rest of the run, or a chunk of a copy.
   int64_t rows_in_place(const TileSource& source, int64_t j, int64_t most) const {
-    const bool is_chunk = most <= kChunkRows || !source.known || !(is_own_type() || converts_rows());
+    const bool is_chunk =
+        most <= kChunkRows || !source.known || !(is_own_type() || converts_rows() || is_float8);
     const int64_t end = is_chunk ? j + kChunkRows : source.end_of_run(j);
     return std::min({most, end - j, keys - j});
   }
-  // Whether any number of rows is converted at once. Forms that multiply integers without conversion read chunks.
-  bool converts_rows() const { return !is_own_type() && !is_int8 && !is_int4; }
+  // Whether any number of rows is converted at once. Forms without a conversion read chunks.
+  bool converts_rows() const { return !is_own_type() && !reads_codes(); }
+  // Whether few rows are multiplied by a cache of 8 or 4 bits without a conversion.
+  bool reads_codes() const { return is_int8 || is_int4 || is_float8; }
 
  private:
   bool has_groups(bool is_integer, const CacheGroups& groups) const {
@@ -113,7 +118,7 @@ struct DecodeForm {
   bool is_own_type() const { return dtype == CacheDType::kOfQuery; }
   // The products count elements of 2^widening times the bytes of the stored elements.
   int widening() const {
-    if (is_own_type() || is_int8 || is_int4) return 0;
+    if (!converts_rows()) return 0;
     return (sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1) + (dtype == CacheDType::kInt4);
   }
   // Returns how many of the tile's rows of K or V stay in L1, if they have `cols` columns: whole chunks.

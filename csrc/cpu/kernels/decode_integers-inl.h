@@ -1,5 +1,6 @@
-// The products of a tile (decode_tile-inl.h) with keys and values of int8 and int4 that are not converted to floats. Few rows have
-// columns as lanes (decode_bytes-inl.h, decode_nibbles-inl.h). More rows are lanes (decode_integer_lanes-inl.h).
+// The products of a tile (decode_tile-inl.h) with keys and values of 8 and 4 bits that are not converted before. Few rows have columns
+// as lanes (decode_bytes-inl.h, decode_nibbles-inl.h, decode_float8-inl.h). More rows of int8 and int4 are lanes
+// (decode_integer_lanes-inl.h).
 #pragma once
 
 #include "decode_form-inl.h"
@@ -43,7 +44,8 @@ struct IntegerProducts {
 
   // Whether this struct multiplies head n's keys or values: few rows, or rows as lanes. The factors must be loaded before.
   bool multiplies_few_rows(int64_t n, const CacheScale& scale) const {
-    return t.form.is_int8 ? !scale || t.s.multiplied[n] : t.form.is_int4 && t.s.multiplied[n];
+    if (t.form.is_int8 || t.form.is_float8) return !scale || t.s.multiplied[n];
+    return t.form.is_int4 && t.s.multiplied[n];
   }
   bool multiplies_lanes(int64_t n, const CacheScale& scale) const {
     return t.form.has_integer_lanes && (t.s.multiplied[n] || (t.cache.dtype == CacheDType::kInt8 && !scale));
@@ -55,6 +57,11 @@ struct IntegerProducts {
     Prefetcher nothing;
     const int64_t first_row = (t.slot + n) * t.rows;
     T* scores = t.scores_of(n) + j;
+    if constexpr (DecodeFloat8::kExists<T>)
+      if (t.form.is_float8) {
+        const Rows<int8_t> k = rows_of(t.p.k, source, n, j, count, t.z.head_dim, t.s.float8.copy);
+        return t.s.float8.scores(t.slot + n, t.rows, k, count, scores, t.ld, t.ld - j, ahead);
+      }
     if constexpr (DecodeNibbles::kExists<In>) {
       if (t.form.is_int4) {
         const Rows<uint8_t> k = nibble_rows(t.p.k, source, n, j, count, t.z.head_dim);
@@ -84,8 +91,10 @@ struct IntegerProducts {
         if (t.form.is_int8) multiply_row<T>(scores, t.s.bytes.q_factors[(t.slot + n) * t.rows + row], t.ld);
     }
   }
-  // Rounds P of head n.
+  // Rounds P of head n, or multiplies it for float8.
   void finish_probs(int64_t n) const {
+    if constexpr (DecodeFloat8::kExists<T>)
+      if (t.form.is_float8) return t.s.float8.finish_probs(t.scores_of(n), t.rows * t.ld);
     if constexpr (DecodeNibbles::kExists<In>)
       if (t.form.is_int4) t.s.nibbles.finish_probs(n * t.rows, t.rows, t.s.scores, t.ld);
     if constexpr (DecodeBytes<In>::kExists)
@@ -93,9 +102,16 @@ struct IntegerProducts {
   }
   // Computes sums of P V in int32, for the chunk of values from key j of the tile on. The sums of int8 are in the memory of
   // sums_of(n).
-  FA_INLINE void add_chunk(int64_t n, const TileSource& source, int64_t j, Prefetcher& ahead) const {
+  FA_INLINE void add_chunk(int64_t n, const TileSource& source, int64_t j, int64_t count,
+                           Prefetcher& ahead) const {
     Prefetcher nothing;
-    const int64_t count = std::min(kChunkRows, t.keys - j), first_row = n * t.rows;
+    const int64_t first_row = n * t.rows;
+    if constexpr (DecodeFloat8::kExists<T>)
+      if (t.form.is_float8) {
+        const Rows<int8_t> v = rows_of(t.p.v, source, n, j, count, t.z.head_dim_v, t.s.float8.copy);
+        if (j == 0) std::fill(t.sums_of(n), t.sums_of(n) + t.rows * t.d_v, T(0));
+        return t.s.float8.add_values(t.scores_of(n) + j, t.ld, t.rows, v, count, t.sums_of(n), t.d_v, ahead);
+      }
     if constexpr (DecodeNibbles::kExists<In>) {
       if (t.form.is_int4) {
         const Rows<uint8_t> v = nibble_rows(t.p.v, source, n, j, count, t.z.head_dim_v);
@@ -119,6 +135,8 @@ struct IntegerProducts {
   // O += the sums of head n, times the units of P.
   void add_sums(int64_t n, T* out) const {
     for (int64_t row = 0; row < t.rows; ++row, out += t.d_v) {
+      if constexpr (DecodeFloat8::kExists<T>)
+        if (t.form.is_float8) t.s.float8.add_sums(t.sums_of(n) + row * t.d_v, out, t.z.head_dim_v);
       if constexpr (DecodeNibbles::kExists<In>)
         if (t.form.is_int4) t.s.nibbles.add_sums(n * t.rows + row, out, t.z.head_dim_v);
       if constexpr (DecodeBytes<In>::kExists)

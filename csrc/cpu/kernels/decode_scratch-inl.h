@@ -3,6 +3,7 @@
 
 #include "decode_byte_lanes-inl.h"
 #include "decode_bytes-inl.h"
+#include "decode_float8-inl.h"
 #include "decode_nibble_lanes-inl.h"
 #include "decode_nibbles-inl.h"
 #include "dropout_tile-inl.h"
@@ -78,6 +79,7 @@ struct DecodeScratch {
   DecodeBytes<In> bytes;       // only if keys and values are int8
   DecodeNibbles nibbles;       // only if keys and values are int4
   LaneIntegers integer_lanes;  // only if has_integer_keys()
+  DecodeFloat8 float8;         // only if keys and values are float8
   T* scores;                   // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
   T* sums;  // [rows][D_v]       the tile's part of O, added to O as a whole. Over many tiles that rounds like a sum
             //                   of tiles, not like one chain of all keys
@@ -108,6 +110,8 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
     s.nibbles = DecodeNibbles::allocate(arena, call, rows, heads, block_k);
   else
     s.nibbles = {};
+  s.float8 = {};
+  if constexpr (DecodeFloat8::kExists<T>) s.float8 = DecodeFloat8::allocate(arena, call, heads);
   s.integer_lanes = {};
   if constexpr (kUsesIntegerLanes<In>)
     if (has_integer_keys(call)) s.integer_lanes = LaneIntegers::allocate(arena, call, heads, block_k);

@@ -112,7 +112,7 @@ struct DecodeTile {
       if (s.added[n]) add_values_not_finite(n, values, r);
       return;
     }
-    const bool isolate = may_mask() && !as_integers && !values_are_finite(n, values);
+    const bool isolate = may_mask() && (!as_integers || form.is_float8) && !values_are_finite(n, values);
     if (isolate) gather_values(n, values, 0, keys);
     const auto frame_of = [&](int64_t g) {
       return TileFrame{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
@@ -145,7 +145,7 @@ struct DecodeTile {
         add_rows_not_finite<In, T>(score, false, count, scores, ld, 1, gathered(), keys, r.out + row * d_v,
                                    d_v);
     }
-    if (as_integers)
+    if (as_integers && !isolate)
       integers().finish_probs(n);
     else if (!form.all_at_once)
       s.products.finish_probs(n * rows, rows, s.scores, ld);
@@ -183,17 +183,19 @@ struct DecodeTile {
     for (int64_t j = 0, count; j < keys; j += count) {
       count = form.rows_in_place(source, j, step);
       for (int64_t n = 0; n < heads.count; ++n) {
+        if (s.added[n]) continue;
         if (integers().multiplies_few_rows(n, cache.v_scale))
-          integers().add_chunk(n, source, j, ahead);
-        else if (!s.added[n])
+          integers().add_chunk(n, source, j, count, ahead);
+        else
           add_rows_of_values(n, j, count, value_rows_of(n, source, j, count, s.value_copy), ahead);
       }
     }
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n) {
+      if (s.added[n]) continue;
       if (integers().multiplies_few_rows(n, cache.v_scale))
         integers().add_sums(n, result_of(n).out);
-      else if (!s.added[n])
+      else
         add_rows<T>(result_of(n).out, sums_of(n), rows * d_v);
     }
   }
