@@ -49,12 +49,16 @@ struct Float8Codes {
   }
 };
 
-// scores[r][n] = factors * S of kKeys keys from key j on. Keys past `keys` read the last key again. `room` scores are stored.
+// Returns how many keys score_float8() computes: their scores of R rows are one vector.
+template <int R>
+constexpr int kScoredKeys = kLanes<float> / (R == 3 ? 4 : R);
+
+// scores[r][n] = factors * S of kScoredKeys keys from key j on. Keys past `keys` read the last key again. `room` scores are stored.
 // `q`: [steps of 16 columns][R][even, odd columns][8].
 template <class Codes, int R>
 FA_NOINLINE void score_float8(const float* q, const Rows<int8_t>& k, int64_t j, int64_t keys, F32 factors,
                               float* scores, int64_t ld, int64_t room, Prefetcher& ahead) {
-  constexpr int L = kLanes<float>, N = L / (R == 3 ? 4 : R);
+  constexpr int L = kLanes<float>, N = kScoredKeys<R>;
   constexpr int64_t kAtOnce = kBytesOfPrefetch / N;  // columns between prefetches
   F32 sum[N][R];
   const int8_t* key[N];
@@ -84,9 +88,7 @@ FA_NOINLINE void score_float8(const float* q, const Rows<int8_t>& k, int64_t j, 
   for (int i = 0; i < L; ++i) each[i] = i / N < R ? sum[i % N][i / N < R ? i / N : 0] : F32{};
   float lanes[L];
   store<float>(lanes, sum_each_by_parts<float>(each) * factors);
-  const int64_t count = std::min<int64_t>(N, room);
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) std::memcpy(scores + r * ld, lanes + r * N, count * sizeof(float));
+  store_scores<float, R, N>(lanes, scores, ld, room);
 }
 
 // sums[r][c] += sum_j P[r][j] V[j][c] for R rows and NV * 16 columns from c on. Sums have the even columns of 16, then the odd ones.
@@ -191,7 +193,7 @@ struct DecodeFloat8 {
               int64_t room, Prefetcher& ahead) const {
     with_codes(k, keys, [&](auto codes) {
       with_rows(rows, [&](auto few) {
-        constexpr int R = few.value, N = kLanes<float> / (R == 3 ? 4 : R);
+        constexpr int R = few.value, N = kScoredKeys<R>;
         F32 of_lanes = {};
         for (int i = 0; i < kLanes<float>; ++i)
           of_lanes[i] = factors[n * kMostRows + std::min<int64_t>(i / N, R - 1)];

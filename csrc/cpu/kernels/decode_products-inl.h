@@ -32,6 +32,19 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
 
+// scores[r][n] = lanes[r * N + n], for n < room.
+template <class T, int R, int N>
+FA_INLINE void store_scores(const T* lanes, T* scores, int64_t ld, int64_t room) {
+  const int64_t count = std::min<int64_t>(N, room);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    if (count == N)  // a copy of a constant size is no call
+      std::memcpy(scores + r * ld, lanes + r * N, N * sizeof(T));
+    else
+      std::memcpy(scores + r * ld, lanes + r * N, count * sizeof(T));
+  }
+}
+
 // scores[r][n] = scale * (the sum of the lanes of sum[r][n]), for n < room.
 template <class T, int R, int N, class Sum>
 FA_INLINE void store_dots(const Sum (&sum)[R][N], T scale, T* scores, int64_t ld, int64_t room) {
@@ -46,14 +59,7 @@ FA_INLINE void store_dots(const Sum (&sum)[R][N], T scale, T* scores, int64_t ld
       flat[i] = __builtin_convertvector(sum[(first + i) / N][(first + i) % N], Vec<T>);
     store<T>(lanes + first, sum_each<T>(flat) * scale);
   }
-  const int64_t count = std::min<int64_t>(N, room);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    if (count == N)
-      std::memcpy(scores + r * ld, lanes + r * N, N * sizeof(T));
-    else
-      std::memcpy(scores + r * ld, lanes + r * N, count * sizeof(T));
-  }
+  store_scores<T, R, N>(lanes, scores, ld, room);
 }
 
 // scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on. `room` scores are stored. For keys
