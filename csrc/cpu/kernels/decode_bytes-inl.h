@@ -22,7 +22,8 @@ bool multiplies_bytes(const AttentionParams& p, int64_t rows) {
 
 #if defined(FA_DOT_INT16)
 
-constexpr float kLargestOfWideRow = 16383;
+// Returns the number that the largest magnitude of a row of Q becomes.
+constexpr float largest_of_query(int64_t cols) { return cols > 512 ? 16383 : kLargestInt16; }
 static_assert(int64_t{128} * 32767 * kMostDecodeKeys <=
               std::numeric_limits<int32_t>::max());  // P V of a tile
 
@@ -55,8 +56,8 @@ struct ByteProducts {
     const int64_t cols = p.sizes.head_dim;
     for (int64_t c = 0; c < 2 * ldq; c += kLanes<float>)
       store<float>(widened + c, c < cols ? load_columns<float>(src + c, cols - c) : F32{});
-    q_factors[row] = round_row(widened, 2 * ldq, cols > 512 ? kLargestOfWideRow : kLargestInt16,
-                               reinterpret_cast<int16_t*>(q + row * ldq));
+    q_factors[row] =
+        round_row(widened, 2 * ldq, largest_of_query(cols), reinterpret_cast<int16_t*>(q + row * ldq));
   }
 
   // scores[r][n] = scale * <q[r], k[n]> without the units of q, as DecodeProducts::scores().

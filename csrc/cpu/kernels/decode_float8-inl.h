@@ -11,6 +11,7 @@
 
 #include "decode_products-inl.h"
 #include "decode_sums_of_columns-inl.h"
+#include "int16_rows-inl.h"
 #include "softmax-inl.h"
 
 #if FA_VECTOR_BYTES == 32 && defined(FA_WIDEN_INT8)
@@ -62,12 +63,9 @@ FA_NOINLINE void score_float8(const float* q, const Rows<int8_t>& k, int64_t j, 
   constexpr int64_t kAtOnce = kBytesOfPrefetch / N;  // columns between prefetches
   F32 sum[N][R];
   const int8_t* key[N];
-#pragma GCC unroll 8
-  for (int n = 0; n < N; ++n) {
-    key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) sum[n][r] = F32{};
-  }
+  load_key_addresses(k, j, keys, key);
+#pragma GCC unroll 16
+  for (int n = 0; n < N * R; ++n) sum[n / R][n % R] = F32{};
   for (int64_t c = 0; c < k.cols; c += 2 * L, q += 2 * R * L) {
     if (c % kAtOnce == 0) ahead.lines(lines_of<int8_t>(N * std::min<int64_t>(kAtOnce, k.cols - c)));
 #pragma GCC unroll 4
@@ -166,15 +164,9 @@ struct DecodeFloat8 {
   template <class In>
   void load_query(int64_t n, int64_t r, int64_t rows, const In* from, float scale) const {
     constexpr int64_t L = kLanes<float>;
-    S32 highest = {};
-    for (int64_t c = 0; c < cols; c += L) {
-      const S32 x = (S32)load_columns<float>(from + c, L) & 0x7fffffff;
-      highest = x > highest ? x : highest;
-    }
-    int32_t largest = 0;
-    for (int64_t i = 0; i < L; ++i) largest = std::max(largest, highest[i]);
+    const float largest = largest_magnitude(from, cols);
     // 0 if an element is not finite. Then the row of out is NaN.
-    const int exponent = largest >= 0x7f800000 ? 0 : std::max((largest >> 23) - 127, -126);
+    const int exponent = std::isfinite(largest) ? std::max(std::ilogb(largest), -126) : 0;
     factors[n * kMostRows + r] = scale * std::ldexp(1.0f, exponent);
     const int shift = exponent_of_codes() - exponent;  // may be above the largest exponent
     const float half = std::ldexp(1.0f, shift / 2), rest = std::ldexp(1.0f, shift - shift / 2);
@@ -252,12 +244,8 @@ struct DecodeFloat8 {
   }
   template <class Body>
   static void with_rows(int64_t rows, const Body& body) {
-    switch (rows) {
-      case 1: return body(std::integral_constant<int, 1>{});
-      case 2: return body(std::integral_constant<int, 2>{});
-      case 3: return body(std::integral_constant<int, 3>{});
-      default: body(std::integral_constant<int, 4>{});
-    }
+    if (rows == 1) return body(std::integral_constant<int, 1>{});
+    for_column_form(rows, body);
   }
 };
 

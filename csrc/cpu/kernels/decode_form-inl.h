@@ -80,8 +80,7 @@ struct DecodeForm {
     const bool copies_keys = (kHasVectorsOfRows || Operands::kWidensKeys) &&
                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
     if (has_blocks && copies_keys && !(kHasVectorsOfRows && converts_rows())) return kChunkRows;
-    if (converts_rows() || is_float8)
-      return std::min(kConvertedRows, rows_in_l1(heads * z.head_dim, (64 << 10) * sizeof(In)));
+    if (converts_rows() || is_float8) return coded_rows_at_once(heads * z.head_dim);
     return reads_keys_again() || (heads > 1 && !is_panel) ? rows_in_l1(heads * z.head_dim) : keys;
   }
   // Returns the keys whose values are multiplied at once. Their sums are added to O, so the bits of a result depend on it.
@@ -95,7 +94,7 @@ struct DecodeForm {
   }
   // The same for rows that are not lanes. Sums of the whole tile stay in registers, if the registers hold a row.
   int64_t value_step_of_few_rows(int64_t heads) const {
-    if (is_float8) return std::min(kConvertedRows, rows_in_l1(heads * z.head_dim_v, (64 << 10) * sizeof(In)));
+    if (is_float8) return coded_rows_at_once(heads * z.head_dim_v);
     if (heads > 1) return rows_in_l1(heads * z.head_dim_v);
     return z.head_dim_v <= kDecodeValueVectors * kLanes<T> ? keys : kChunkRows;
   }
@@ -120,6 +119,10 @@ struct DecodeForm {
   int widening() const {
     if (!converts_rows()) return 0;
     return (sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1) + (dtype == CacheDType::kInt4);
+  }
+  // Returns how many rows of a cache of 8 or 4 bits are converted or multiplied at once, if the rows of all heads have `cols` columns.
+  int64_t coded_rows_at_once(int64_t cols) const {
+    return std::min(kConvertedRows, rows_in_l1(cols, (64 << 10) * sizeof(In)));
   }
   // Returns how many of the tile's rows of K or V stay in L1, if they have `cols` columns: whole chunks.
   int64_t rows_in_l1(int64_t cols, int64_t bytes = 32 << 10) const {

@@ -39,12 +39,9 @@ FA_NOINLINE void score_integer_columns(const Pair* q, S32 start, const Rows<int8
   constexpr int64_t kStep = 2 * L, kAtOnce = kBytesOfPrefetch / N;  // bytes
   S32 sum[N][R];
   const int8_t* key[N];
-#pragma GCC unroll 4
-  for (int n = 0; n < N; ++n) {
-    key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) sum[n][r] = S32{};
-  }
+  load_key_addresses(k, j, keys, key);
+#pragma GCC unroll 16
+  for (int n = 0; n < N * R; ++n) sum[n / R][n % R] = S32{};
   for (int64_t c = 0; c < k.cols; c += kStep, q += kVectors * R * L) {
     if (c % kAtOnce == 0) ahead.lines(lines_of<int8_t>(N * std::min<int64_t>(kAtOnce, k.cols - c)));
     U32 columns[N][kVectors];
@@ -102,7 +99,7 @@ struct IntegerColumns {
     std::fill(factors + n * L, factors + (n + 1) * L, 0.0f);
     std::fill(starts + n * L, starts + (n + 1) * L, 0);
     for (int64_t r = 0; r < rows; ++r) {
-      const float largest = planes == 1 && cols > 512 ? kLargestOfWideRow : kLargestInt16;
+      const float largest = planes == 1 ? largest_of_query(cols) : kLargestInt16;
       const float factor = scale * round_row(from + r * ld, cols, largest, rounded);
       int32_t sum = 0;
       for (int64_t c = 0; c < cols; ++c) sum += rounded[c];

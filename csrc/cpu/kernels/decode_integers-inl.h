@@ -100,8 +100,8 @@ struct IntegerProducts {
     if constexpr (DecodeBytes<In>::kExists)
       if (t.form.is_int8) t.s.bytes.finish_probs(n * t.rows, t.rows, t.s.scores, t.ld);
   }
-  // Computes sums of P V in int32, for the chunk of values from key j of the tile on. The sums of int8 are in the memory of
-  // sums_of(n).
+  // Adds P V of `count` values from key j of the tile on to sums: int32, or float32 for float8. The sums of int8 and float8 are in the
+  // memory of sums_of(n).
   FA_INLINE void add_chunk(int64_t n, const TileSource& source, int64_t j, int64_t count,
                            Prefetcher& ahead) const {
     Prefetcher nothing;
@@ -132,7 +132,7 @@ struct IntegerProducts {
       });
     }
   }
-  // O += the sums of head n, times the units of P.
+  // O += the sums of head n, times the units of P or the power of two of float8.
   void add_sums(int64_t n, T* out) const {
     for (int64_t row = 0; row < t.rows; ++row, out += t.d_v) {
       if constexpr (DecodeFloat8::kExists<T>)

@@ -106,6 +106,13 @@ inline void load_columns_of_queries(const T* q, int64_t ldq, int64_t rows, int64
   });
 }
 
+// Writes the addresses of N keys from key j on. Keys past `keys` are the last key again.
+template <int N, class In>
+FA_INLINE void load_key_addresses(const Rows<In>& k, int64_t j, int64_t keys, const In* (&key)[N]) {
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
+}
+
 // Bytes of one prefetch. AVX2: with 256 bytes, float16 and 4 rows take 0.87 of the time that they take with 64 bytes.
 constexpr int64_t kBytesOfPrefetch = kHasVectorsOfRows ? 256 : 128;
 
@@ -118,11 +125,8 @@ FA_INLINE void sums_of_columns(const T* q, const Rows<In>& k, int64_t j, int64_t
   Vec<T> sum[N][R];
   const In* key[N];
 #pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) {
-    key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) sum[n][r] = Vec<T>{};
-  }
+  for (int n = 0; n < N * R; ++n) sum[n / R][n % R] = Vec<T>{};
+  load_key_addresses(k, j, keys, key);
   // Columns between two prefetches.
   constexpr int64_t kAtOnce = std::max<int64_t>(kBytesOfPrefetch / (N * sizeof(In)), Form::kStep);
   for (int64_t c = 0; c < k.cols; c += Form::kStep, q += kVectors * R * L) {
@@ -159,8 +163,7 @@ FA_INLINE void sums_of_two_keys(const T* q, const Rows<Float16>& k, int64_t j, i
   constexpr int64_t kAtOnce = 2 * L;  // columns of a call of the prefetcher
   Vec<T> sum[N][R];
   const Float16* key[2 * N];
-#pragma GCC unroll 8
-  for (int n = 0; n < 2 * N; ++n) key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
+  load_key_addresses(k, j, keys, key);
 #pragma GCC unroll 16
   for (int n = 0; n < N * R; ++n) sum[n / R][n % R] = Vec<T>{};
   for (int64_t c = 0; c < k.cols; c += kHalf<T>, q += R * L) {

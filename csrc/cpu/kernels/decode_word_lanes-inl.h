@@ -90,7 +90,7 @@ struct WordLanes {
 
   // Rounds a row of q. Returns its unit.
   float round_query(const float* from, int16_t* to) const {
-    return round_row(from, cols, cols > 512 ? kLargestOfWideRow : kLargestInt16, to);
+    return round_row(from, cols, largest_of_query(cols), to);
   }
   void widen_key(const int8_t* from, int16_t* to) const {
     for (int64_t c = 0; c < cols; c += 2 * kLanes<float>)
