@@ -6,7 +6,8 @@ groups of 32 with zero points. Pages of 16 rows are in a random order.
 
 The calls alternate in a random order. A number is the mean of the medians of several placements. A placement has new
 tensors, because the time of a cache depends on its place in memory. Before each call, "memory" reads 256 MB of other
-memory, as the other layers of a model do. "repeated" runs the same call once, so a cache that fits is in L3.
+memory, as the other layers of a model do. "repeated" runs the same call once, so a cache that fits is in L3. Only
+undisturbed calls count (undisturbed.py).
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 
 from benchmarks import output
 from benchmarks.harness import machine, time_in_turn
+from benchmarks.undisturbed import Undisturbed
 from flash_attn_ext import flash_attn_with_kvcache, quantize_int4
 
 D, PAGE, GROUP = 128, 16, 32
@@ -65,7 +67,7 @@ FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor], Caches]] = {
 }
 
 
-def measure(shape: str, seconds: float, placements: int) -> list[list[str]]:
+def measure(shape: str, seconds: float, placements: int, undisturbed: Undisturbed) -> list[list[str]]:
     """Returns a row of the table for each state of the caches. ``shape``: B, H, H_kv and S_k."""
     batch, heads, heads_kv, keys = map(int, shape.split(","))
     others = torch.ones(64 << 20)
@@ -73,15 +75,23 @@ def measure(shape: str, seconds: float, placements: int) -> list[list[str]]:
     if 4 * batch * keys * heads_kv * D <= FITS:
         states["repeated"] = lambda call: call()
     rows = []
-    for state, before in states.items():
+    for state, prepare in states.items():
         medians = []
+
+        def before(call: Callable, prepare: Callable = prepare) -> None:
+            prepare(call)
+            undisturbed.before(call)
+
         for _ in range(placements):
             q = torch.randn(batch, 1, heads, D).bfloat16()
             k, v = torch.randn(2, batch, keys, heads_kv, D).bfloat16()
             caches = [make(k, v) for make in FORMATS.values()]
             calls = [lambda q=q, own=own: flash_attn_with_kvcache(q, **own) for own in caches]
-            times = time_in_turn(calls, seconds=seconds / placements, rounds=(5, 2000), before=before, shuffle=True)
-            medians.append([statistics.median(t) for t in times])
+            times = time_in_turn(
+                calls, seconds=seconds / placements, rounds=(5, 2000),
+                before=before, after=undisturbed.after, shuffle=True,
+            )  # fmt: skip
+            medians.append([statistics.median(undisturbed.times_of(*each)) for each in zip(calls, times, strict=True)])
         base, *times_of_others = (statistics.mean(each) for each in zip(*medians, strict=True))
         rows.append([shape, state, f"{base * 1e3:.2f}", *(f"{time / base:.2f}" for time in times_of_others)])
     return rows
@@ -97,8 +107,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    undisturbed = Undisturbed()
     with torch.no_grad():
-        rows = [row for shape in args.shapes for row in measure(shape, args.seconds, args.placements)]
+        rows = [row for shape in args.shapes for row in measure(shape, args.seconds, args.placements, undisturbed)]
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
     title = f"A decode step: time divided by the time of the bfloat16 cache: {about}"
     output.write_text([title, output.table(["B,H,H_kv,S_k", "caches", *FORMATS], rows)], args.text)

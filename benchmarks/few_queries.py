@@ -5,8 +5,8 @@
     small   1 to 256 keys, 1 to 16 heads, 1 to 16 queries, forward and backward, next to torch's SDPA
 
 A plain read and the multiply-adds in registers are measured before each call. "of read" and "of peak" are medians of
-our rate divided by theirs in the same round, because other programs slow a shared machine for seconds. "of bound" is
-the larger one.
+our rate divided by theirs in the same round. "of bound" is the larger one. Only undisturbed calls count
+(undisturbed.py): "calls" has their number and the number of all calls.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flash_attn_ext
 from benchmarks import output, peaks
 from benchmarks.harness import Paired, environment, machine, quartiles, time_in_turn
+from benchmarks.undisturbed import Undisturbed
 from flash_attn_ext import flash_attn
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -68,7 +69,7 @@ SMALL = [
 ]
 
 
-def next_to_a_read(problem: Problem, seconds: float) -> dict:
+def next_to_a_read(problem: Problem, seconds: float, undisturbed: Undisturbed) -> dict:
     """Measures our time, and before each call the peak and a plain read of the same K and V."""
     torch.manual_seed(0)
     isa, threads, streams, tops = flash_attn_ext.active_kernel(), torch.get_num_threads(), [], []
@@ -82,12 +83,16 @@ def next_to_a_read(problem: Problem, seconds: float) -> dict:
         streams.append(peaks.stream_read(kv, isa, threads))
 
     with torch.no_grad():
-        (times,) = time_in_turn([ours], seconds=seconds, rounds=(7, 200), between=between)
-    low, middle, high = quartiles(times)
-    of_read = statistics.median(problem.bytes() / t / s for t, s in zip(times, streams, strict=True))
-    of_peak = statistics.median(problem.flops() / t / top for t, top in zip(times, tops, strict=True))
+        (times,) = time_in_turn(
+            [ours], seconds=seconds, rounds=(7, 2000), between=between,
+            before=undisturbed.before, after=undisturbed.after,
+        )  # fmt: skip
+    calls = undisturbed.calls(ours)
+    low, middle, high = quartiles([times[n] for n in calls])
+    of_read = statistics.median(problem.bytes() / times[n] / streams[n] for n in calls)
+    of_peak = statistics.median(problem.flops() / times[n] / tops[n] for n in calls)
     return {
-        **asdict(problem), "rows": problem.rows, "isa": isa,
+        **asdict(problem), "rows": problem.rows, "isa": isa, "calls": [len(calls), len(times)],
         "ms": middle * 1e3, "ms_quartiles": [low * 1e3, high * 1e3],
         "GB/s": problem.bytes() / middle / 1e9, "read_GB/s": statistics.median(streams) / 1e9, "of_read": of_read,
         "GFLOP/s": problem.flops() / middle / 1e9, "peak_GFLOP/s": statistics.median(tops) / 1e9, "of_peak": of_peak,
@@ -125,12 +130,14 @@ def text(record: dict) -> Iterator[str | Table]:
             continue
         yield f"\n{name}: ours next to a plain read of the same K and V, and to the multiply-adds in registers\n"
         columns = ["B,H,H_kv,S_q,S_k,D", "rows", "dtype", "ms", "GB/s", "read", "of read", "GFLOP/s", "peak", "of peak"]
+        columns.append("calls")
         lines = []
         for row in record[name]:
             shape = ",".join(str(row[key]) for key in ("B", "H", "H_kv", "S_q", "S_k", "D"))
             line = [shape, str(row["rows"]), row["dtype"], f"{row['ms']:.4g}", f"{row['GB/s']:.1f}"]
             line += [f"{row['read_GB/s']:.1f}", f"{row['of_read']:.2f}", f"{row['GFLOP/s']:.0f}"]
-            lines.append([*line, f"{row['peak_GFLOP/s']:.0f}", f"{row['of_peak']:.2f}"])
+            line += [f"{row['peak_GFLOP/s']:.0f}", f"{row['of_peak']:.2f}", "{} of {}".format(*row["calls"])]
+            lines.append(line)
         yield output.table(columns, lines)
     if record["small"]:
         yield "\nsmall: torch's time divided by ours, median of pairs\n"
@@ -170,11 +177,14 @@ def main(argv: list[str] | None = None) -> None:
         "rows": [rows_problem(rows, args.group, dtype) for dtype in args.dtypes for rows in ROWS],
     }
     small = [Problem(*shape, dtype) for dtype in args.dtypes for shape in SMALL]
+    undisturbed = Undisturbed()
     record = {
         "machine": {**machine(), **environment()},
         "settings": output.settings(args),
         **{
-            name: [next_to_a_read(problem, args.seconds) for problem in problems] if name in args.parts else []
+            name: [next_to_a_read(problem, args.seconds, undisturbed) for problem in problems]
+            if name in args.parts
+            else []
             for name, problems in wide.items()
         },
         "small": [next_to_torch(problem, args.seconds) for problem in small] if "small" in args.parts else [],

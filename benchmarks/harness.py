@@ -39,14 +39,16 @@ def time_in_turn(
     rounds: tuple[int, int],
     between: Callable | None = None,
     before: Callable[[Callable], object] | None = None,
+    after: Callable[[Callable], object] | None = None,
     shuffle: bool = False,
 ) -> list[list[float]]:
     """Returns a list of seconds for each function. A round runs every function once. rounds[0] to rounds[1] rounds
     run, for about `seconds`.
 
     The time of a call depends on caches and threads, and so on the call before it. `between` runs before each round.
-    Then the first function runs once without timing, so no timed call directly follows `between`. `before` gets the
-    function, and runs without timing before each timed call. `shuffle` changes the order in each round.
+    Then the first function runs once without timing, so no timed call directly follows `between`. `before` and `after`
+    get the function, and run without timing before and after each timed call. `shuffle` changes the order in each
+    round.
     """
     for function in functions:
         function()
@@ -65,6 +67,8 @@ def time_in_turn(
             begin = time.perf_counter()
             functions[n]()
             times[n].append(time.perf_counter() - begin)
+            if after:
+                after(functions[n])
     return times
 
 

@@ -7,7 +7,8 @@ A row is one query of one head. So a key head that `group` query heads share has
     packed  flash_attn_with_kvcache: packed queries of five sequences, in pages of 128. Four sequences have 8192, 4096,
             2048 and 1024 keys, and the same S_q. The fifth one is a prefill of 64 tokens, which the rate counts
 
-A curve's calls alternate in one process, in a random order of each round. A dip: a rate that is more than a tenth below
+A curve's calls alternate in one process, in a random order of each round. Only undisturbed calls count
+(undisturbed.py). A dip: a rate that is more than a tenth below
 the rate of the next smaller number of rows.
 """
 
@@ -22,6 +23,7 @@ from rich.table import Table
 import flash_attn_ext
 from benchmarks import output, peaks
 from benchmarks.harness import environment, machine, quartiles, time_in_turn
+from benchmarks.undisturbed import Undisturbed
 from flash_attn_ext import flash_attn, flash_attn_with_kvcache
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128]
@@ -94,13 +96,17 @@ def packed(group: int, dtype: torch.dtype) -> Iterator[tuple[Callable[[], object
 FORMS = {"dense": dense, "paged": paged, "packed": packed}
 
 
-def curve(form: str, group: int, dtype: str, seconds: float) -> dict:
+def curve(form: str, group: int, dtype: str, seconds: float, undisturbed: Undisturbed) -> dict:
     """The rates of one curve, and the dips."""
     torch.manual_seed(0)
     peak = peaks.flops(flash_attn_ext.active_kernel(), getattr(torch, dtype), torch.get_num_threads())
     calls, counts = zip(*FORMS[form](group, getattr(torch, dtype)), strict=True)
     with torch.no_grad():
-        times = time_in_turn(list(calls), seconds=seconds, rounds=(5, 200), shuffle=True)
+        all_times = time_in_turn(
+            list(calls), seconds=seconds, rounds=(5, 200),
+            before=undisturbed.before, after=undisturbed.after, shuffle=True,
+        )  # fmt: skip
+    times = [undisturbed.times_of(*each) for each in zip(calls, all_times, strict=True)]
     rows, rates = rows_of_group(group), [n / statistics.median(t) / 1e9 for n, t in zip(counts, times, strict=True)]
     steps = zip(rows, rates, rows[1:], rates[1:], strict=False)
     return {
@@ -168,11 +174,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     flash_attn_ext.force_kernel(args.isa)
+    undisturbed = Undisturbed()
     record = {
         "machine": {**machine(), **environment()},
         "settings": output.settings(args),
         "curves": [
-            curve(form, group, dtype, args.seconds)
+            curve(form, group, dtype, args.seconds, undisturbed)
             for form in args.forms
             for dtype in args.dtypes
             for group in args.groups

@@ -40,6 +40,7 @@ def test_the_table(monkeypatch, tmp_path):
         return [[0.002 * (n + 1)] for n in range(len(calls))]
 
     monkeypatch.setattr(caches, "time_in_turn", times)
+    monkeypatch.setattr(caches.Undisturbed, "times_of", lambda _self, _call, times: times)
     monkeypatch.setattr(caches, "FITS", 4 * 32 * caches.D)
     try:
         caches.main(["--shapes", "1,2,1,32", "1,2,1,64", "--threads", "1", "--text", str(path)])

@@ -51,6 +51,7 @@ def test_the_paged_call_is_attention():
 def test_a_dip_is_named(monkeypatch, tmp_path):
     seconds = iter([1.0, 1.0, 4.0])  # 4 rows are 4 times as fast as 1, and 8 rows half as fast as 4
     monkeypatch.setattr(row_rates, "time_in_turn", lambda calls, **_: [[next(seconds)] * 2 for _ in calls])
+    monkeypatch.setattr(row_rates.Undisturbed, "times_of", lambda _self, _call, times: times)
     monkeypatch.setattr(row_rates.peaks, "flops", lambda *_: 1e9)
     arguments = ["--forms", "dense", "--groups", "1", "--dtypes", "float32", "--json", str(tmp_path / "record")]
     row_rates.main([*arguments, "--text", str(tmp_path / "text"), "--threads", "1"])
