@@ -39,13 +39,14 @@ struct DecodeForm {
   const bool has_value_groups = has_groups(has_integer_values, p.varlen.cache.v_groups);
 
   // Blocks of lanes read each row of K once for each block of Q's rows, and each row of V once for each group of rows.
-  bool reads_keys_again() const { return has_blocks && rows_of_block<In, T>(rows) < rows; }
+  bool reads_keys_again() const { return has_blocks && !reads_keys_once<In, T>(rows); }
   bool reads_values_again() const { return has_blocks && readings_of_values() > 1; }
   // Returns how many groups of rows read each row of V.
   int64_t readings_of_values() const {
     int64_t readings = 0;
     for (int64_t first = 0, block; first < rows; first += block) {
       block = rows_of_block<In, T>(rows - first);
+      if (joins_values<T>(rows - first - block, rows) && !has_integer_values) block = rows - first;
       readings += ceil_div(block, rows_of_group(block));
     }
     return readings;

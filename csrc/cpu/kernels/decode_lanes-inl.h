@@ -155,11 +155,27 @@ constexpr bool widens_keys_once(int64_t rows) {
   return kHasVectorsOfRows && std::is_same_v<In, Float16> && rows > kLanes<T> / 2;
 }
 
+// Returns whether the last block, of `rows` rows, is multiplied together with the vector of rows before it: AVX2, elements of T, and
+// half a vector of rows. A key is loaded once for both, and more sums hide the latency of multiply-adds.
+template <class In, class T>
+constexpr bool joins_vector_of_rows(int64_t rows, int64_t all_rows) {
+  return kHasVectorsOfRows && (std::is_same_v<In, T> || widens_keys_once<In, T>(all_rows)) &&
+         all_rows > kLanes<T> && rows > 0 && span_of<T>(rows) == 2;
+}
+
+// Returns whether one pass over the keys multiplies all rows.
+template <class In, class T>
+constexpr bool reads_keys_once(int64_t rows) {
+  const int64_t rest = rows - rows_of_block<In, T>(rows);
+  return rest == 0 || joins_vector_of_rows<In, T>(rest, rows);
+}
+
 // Returns whether they compute the scores of all blocks. The first block has the most rows.
 template <class In, class T>
 constexpr bool reads_all_keys_in_place(int64_t rows) {
+  const int64_t last = rows_of_last_block<In, T>(rows);
   return !widens_keys_once<In, T>(rows) && reads_keys_in_place<In, T>(rows_of_block<In, T>(rows)) &&
-         reads_keys_in_place<In, T>(rows_of_last_block<In, T>(rows));
+         (reads_keys_in_place<In, T>(last) || joins_vector_of_rows<In, T>(last, rows));
 }
 
 // Returns whether decode_vector_of_rows-inl.h computes the scores of a block of `rows` rows from elements of keys, which may be

@@ -31,6 +31,9 @@ struct AllProbs {
   bool has_pairs = false;  // each block has pairs of keys in place of P
 };
 
+// Returns the number of keys in the chunks of `keys` keys.
+constexpr int64_t whole_chunks(int64_t keys) { return ceil_div(keys, kChunkRows) * kChunkRows; }
+
 // A left operand and its strides, as in GemmArgs.
 template <class E>
 struct LeftOperand {
@@ -92,10 +95,10 @@ struct ManyRowsOperands {
     }
     return {to, ld};
   }
-  // O += P V for one block of lanes. `probs`: P^T, [whole chunks of keys][lanes].
-  static void add_lanes(const T* probs, int64_t rows, const Rows<In>* v, int64_t keys, T* out, int64_t ldo,
-                        T*, Prefetcher& ahead) {
-    add_values_of_lanes<WideValues<In, T>>({probs, lanes_of<T>(rows)}, rows, v, keys, out, ldo, ahead);
+  // O += P V for `rows` rows: of one block of lanes, and of the block that joins it. `probs`: P^T, [whole chunks of keys][lanes].
+  static void add_lanes(const LaneProbs<T>& probs, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
+                        int64_t ldo, T*, Prefetcher& ahead) {
+    add_values_of_lanes<WideValues<In, T>>(probs, rows, v, keys, out, ldo, ahead);
   }
   static int64_t columns_at_once(int64_t rows) { return columns_of_pass<WideValues<In, T>, T>(rows); }
   // Packs `keys` rows of one panel. The first row is key j of the tile.
@@ -132,14 +135,13 @@ struct ManyRowsOperands<BFloat16, float> {
   static Tile<Pair> load_keys(const Rows<BFloat16>& k, int64_t keys, Pair* to, int64_t multiple) {
     return load_pair_rows(k.data, k.stride, keys, k.cols, to, multiple);
   }
-  static void add_lanes(const float* probs, int64_t rows, const Rows<BFloat16>* v, int64_t keys, float* out,
-                        int64_t ldo, Pair* pairs, Prefetcher& ahead) {
+  static void add_lanes(const LaneProbs<float>& probs, int64_t rows, const Rows<BFloat16>* v, int64_t keys,
+                        float* out, int64_t ldo, Pair* pairs, Prefetcher& ahead) {
     constexpr int L = kLanes<float>;
-    const int64_t lanes = lanes_of<float>(rows),
-                  vectors = ceil_div(keys, kChunkRows) * kChunkRows * lanes / L;
-    const LanePairs write(pairs, lanes);
+    const int64_t vectors = whole_chunks(keys) * probs.lanes / L;
+    const LanePairs write(pairs, probs.lanes);
     for (int64_t n = 0; n < vectors; n += 2)
-      write(n, load<float>(probs + n * L), load<float>(probs + (n + 1) * L));
+      write(n, load<float>(probs.data + n * L), load<float>(probs.data + (n + 1) * L));
     add_pairs(pairs, rows, v, keys, out, ldo, ahead);
   }
   // As add_lanes(). `probs`: pairs of P^T, [whole chunks of keys / 2][lanes].
@@ -194,12 +196,12 @@ struct ManyRows {
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
     m.q = arena.take<E>(heads * block_depth_of<T>(depth) * round_up_to_lanes<T>(lanes));
     // Transpositions read and write whole vectors.
-    const int64_t whole = ceil_div(block_k, kChunkRows) * kChunkRows * lanes + kLanes<T>;
+    const int64_t whole = whole_chunks(block_k) * lanes + kLanes<T>;
     m.scores = arena.take<T>(whole);
     m.prob_lanes = arena.take<T>(whole);
     m.k_tile = arena.take<E>(block_k * round_up_to_lanes<T>(depth));
     m.v_panel = arena.take<E>(block_k * kPanel<T>);
-    m.probs = arena.take<E>(Operands::prob_elements(lanes, ceil_div(block_k, kChunkRows) * kChunkRows));
+    m.probs = arena.take<E>(Operands::prob_elements(lanes, whole_chunks(block_k)));
     m.rescale = arena.take<T>(heads * round_up_to_lanes<T>(lanes));
     return m;
   }
@@ -262,15 +264,16 @@ struct ManyRows {
     }
   }
 
-  // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk.
-  const T* block_of(const AllProbs<T>& all, int64_t first, int64_t rows, int64_t keys) const {
-    const int64_t lanes = lanes_of<T>(rows), end = ceil_div(keys, kChunkRows) * kChunkRows;
+  // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk. `at`: the element of
+  // prob_lanes for a copy.
+  const T* block_of(const AllProbs<T>& all, int64_t first, int64_t rows, int64_t keys, int64_t at = 0) const {
+    const int64_t lanes = lanes_of<T>(rows), end = whole_chunks(keys);
     if (all.transposed) return LaneTile<const T>{all.data, all.tile_keys}.at(first, rows, all.first_key);
+    T* copy = prob_lanes + at;
     // Each vector overwrites the padding of the vector before it.
-    load_tile_transposed<T, T>(all.data + first * all.ld + all.first_key, all.ld, rows, keys, prob_lanes,
-                               lanes);
-    std::fill(prob_lanes + keys * lanes, prob_lanes + end * lanes, T(0));
-    return prob_lanes;
+    load_tile_transposed<T, T>(all.data + first * all.ld + all.first_key, all.ld, rows, keys, copy, lanes);
+    std::fill(copy + keys * lanes, copy + end * lanes, T(0));
+    return copy;
   }
 
   // Returns the pairs of P^T of a block of lanes, [keys / 2][lanes].
@@ -302,7 +305,8 @@ struct ManyRows {
       if (multiplies_vector_of_rows<In, T>(count, rows))
         return load_block_of_queries<E, T>(from + first * ldq, ldq, count, whole_columns(depth), to);
       if constexpr (kReadsKeysInPlace<In, T>)
-        if (reads_keys_in_place<In, T>(count)) return load_block(from + first * ldq, ldq, count, depth, to);
+        if (reads_keys_in_place<In, T>(count) && !joins_vector_of_rows<In, T>(count, rows))
+          return load_block(from + first * ldq, ldq, count, depth, to);
       load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
     });
   }
@@ -310,10 +314,18 @@ struct ManyRows {
                         const LaneTile<T>& to, Prefetcher& ahead) const {
     const int64_t depth = Operands::depth_of(k.cols), block_depth = block_depth_of<T>(depth);
     const E* own = q + n * block_depth * lanes_of<T>(rows);
+    // The block from row `first` on, if it is multiplied together with the block before it.
+    const auto joined_to = [&](int64_t first) {
+      const int64_t rest = rows - first;
+      if (!joins_vector_of_rows<In, T>(rest, rows)) return JoinedBlock<E, T>{};
+      return JoinedBlock<E, T>{own + first * block_depth, to.at(first, rest, j)};
+    };
     if constexpr (kReadsKeysInPlace<In, T>) {
       for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
-        if (reads_keys_in_place<In, T>(count) && !multiplies_vector_of_rows<In, T>(count, rows))
-          score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j), ahead);
+        if (reads_keys_in_place<In, T>(count) && !multiplies_vector_of_rows<In, T>(count, rows) &&
+            !joins_vector_of_rows<In, T>(count, rows))
+          score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j),
+                      joined_to(first + count), ahead);
       });
       if (reads_all_keys_in_place<In, T>(rows)) return;
     }
@@ -324,7 +336,8 @@ struct ManyRows {
       for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
         if (multiplies_vector_of_rows<In, T>(count, rows))
           score_block_of_rows<E>(own + first * block_depth, count, Rows<E>{tile.data, tile.ld, whole_cols},
-                                 keys, scale, to.at(first, count, j), k_tile, ahead);
+                                 keys, scale, to.at(first, count, j), k_tile, joined_to(first + count),
+                                 ahead);
       });
     }
     score_lanes<In, T>(own, block_depth, rows, depth, tile, keys, scale, to, j, k_tile, ahead);
@@ -332,27 +345,36 @@ struct ManyRows {
   void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
                        int64_t ldo, Prefetcher& ahead) const {
     for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
+      if (joins_values<T>(count, rows)) return;  // with the block before it
       if constexpr (Operands::kPairsProbs)
         if (all.has_pairs)
           return Operands::add_pairs(pairs_of(all, first, count), count, v, keys, out + first * ldo, ldo,
                                      ahead);
-      Operands::add_lanes(block_of(all, first, count, keys), count, v, keys, out + first * ldo, ldo, probs,
-                          ahead);
+      LaneProbs<T> own{block_of(all, first, count, keys), lanes_of<T>(count)};
+      const int64_t next = first + count, joined = rows_joined_to(next, rows);
+      if (joined > 0)
+        own.joined = block_of(all, next, joined, keys, whole_chunks(keys) * own.lanes + kLanes<T>);
+      Operands::add_lanes(own, count + joined, v, keys, out + first * ldo, ldo, probs, ahead);
     });
   }
 #endif
 
  private:
+  // Returns the number of rows from row `first` on, if they are a block that shares a group of rows with the block before it.
+  static int64_t rows_joined_to(int64_t first, int64_t rows) {
+    return joins_values<T>(rows - first, rows) ? rows - first : 0;
+  }
   // Q and S^T of a block that reads keys in place.
   static void load_block(const E* from, int64_t ldq, int64_t rows, int64_t depth, E* to) {
     if (columns_are_lanes<In, T>(rows)) return load_columns_of_queries<In>(from, ldq, rows, depth, to);
-    if constexpr (!kHasSumsOfColumns) load_block_of_queries<In, T>(from, ldq, rows, depth, to);
+    if constexpr (kHasFormInPlace<In>) load_block_of_queries<In, T>(from, ldq, rows, depth, to);
   }
   void score_block(const E* own, int64_t rows, const Rows<In>& k, int64_t keys, T scale, T* out,
-                   Prefetcher& ahead) const {
+                   const JoinedBlock<E, T>& joined, Prefetcher& ahead) const {
     In* copy = reinterpret_cast<In*>(k_tile);
     if (columns_are_lanes<In, T>(rows))
       return score_sums_of_columns<In>(own, rows, k, keys, scale, out, copy, ahead);
-    if constexpr (!kHasSumsOfColumns) score_block_of_rows<In>(own, rows, k, keys, scale, out, copy, ahead);
+    if constexpr (kHasFormInPlace<In>)
+      score_block_of_rows<In>(own, rows, k, keys, scale, out, copy, joined, ahead);
   }
 };

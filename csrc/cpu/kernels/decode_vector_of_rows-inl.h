@@ -9,8 +9,8 @@
 //
 //   q0[c] q0[c+1] q1[c] q1[c+1] q4[c] ...  times  k[c] k[c+1] k[c] k[c+1] k[c] ...
 //
-// AVX2 widens keys of 16 bits in registers, after the broadcast. So no copy of them is written. Several blocks of rows share a copy
-// of float16 keys (widens_keys_once()).
+// AVX2 widens bfloat16 keys in registers, after the broadcast, so no copy of them is written. A copy of float16 keys is float32
+// (widens_keys_once()).
 #pragma once
 
 #include "decode_lanes-inl.h"
@@ -37,26 +37,17 @@ struct KeyColumns<BFloat16, kSpan> {
   }
 };
 
-template <int kSpan>
-struct KeyColumns<Float16, kSpan> {
-  static_assert(kSpan == 4);
-  static constexpr int kVectors = 1;
-  FA_INLINE static void load(const Float16* k, F32* columns) {
-    uint64_t bits;
-    std::memcpy(&bits, k, sizeof(bits));
-    typedef uint64_t HalfBits __attribute__((vector_size(FA_VECTOR_BYTES / 2)));
-    columns[0] = to_float((Half16)(HalfBits{} + bits), Float16{});
-  }
-};
-
 #endif
+
+// Whether keys of In are multiplied in place.
+template <class In>
+constexpr bool kHasFormInPlace = kHasVectorsOfRows && !std::is_same_v<In, Float16>;
 
 // The form of the products. kHasThree: three blocks, for at most 3/4 of a vector of rows. Each broadcast has one use more, and
 // no lanes of padding are multiplied.
 template <class In, class T, bool kHasThree = false>
 struct BlockForm {
-  static constexpr int kSpan = kHasThree || std::is_same_v<In, Float16> ? 4 : 2,
-                       kBlocks = kHasThree ? 3 : kSpan;
+  static constexpr int kSpan = kHasThree ? 4 : 2, kBlocks = kHasThree ? 3 : kSpan;
   static constexpr int kKeys = kDotSums / (kHasThree ? 2 : kBlocks);
   using Columns = KeyColumns<In, kSpan>;
   static constexpr int kStep = kSpan * Columns::kVectors;  // columns of a step
@@ -129,29 +120,43 @@ FA_INLINE Vec<T> sum_blocks(const Vec<T> (&blocks)[kBlocks]) {
   return block[0];
 }
 
-// out[n] = scale * S^T of key j + n, for kKeys keys. Keys past `keys` read the last key again.
-template <class Form, class In, class T, class E>
+// The last block of rows, if the vector of rows before it has its multiply-adds (joins_vector_of_rows()).
+template <class E, class T>
+struct JoinedBlock {
+  const E* q;  // load_query_lanes()
+  T* out;
+};
+
+// out[n] = scale * S^T of key j + n, for kKeys keys. Keys past `keys` read the last key again. kJoins: also of the block `joined`.
+template <class Form, bool kJoins, class In, class T, class E>
 FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64_t j, int64_t keys, T scale,
-                             T* out, Prefetcher& ahead) {
+                             T* out, const JoinedBlock<E, T>& joined, Prefetcher& ahead) {
   using Columns = typename Form::Columns;
   constexpr int L = kLanes<T>, N = Form::kKeys, kBlocks = Form::kBlocks, kVectors = Columns::kVectors;
+  constexpr int kAll = kBlocks + kJoins;
   constexpr int64_t kBytes = N * Form::kStep * sizeof(In);  // of a step
-  Vec<T> sum[N][kBlocks];
+  static_assert(!kJoins || (Form::kSpan == 2 && kVectors == 1));
+  Vec<T> sum[kAll][N];
   const In* key[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) {
     key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
 #pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) sum[n][b] = Vec<T>{};
+    for (int b = 0; b < kAll; ++b) sum[b][n] = Vec<T>{};
   }
   constexpr int64_t kBytesAtOnce = 256;  // of a prefetch
   int64_t until_line = 1;
+  const E* q_joined = joined.q;
   for (int64_t step = 0; step < steps; ++step, q += kVectors * kBlocks * L) {
-    decltype(load_elements(q)) query[kVectors][kBlocks];
+    decltype(load_elements(q)) query[kVectors][kAll];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) query[v][b] = in_register(load_elements(q + (v * kBlocks + b) * L));
+    if constexpr (kJoins) {
+      query[0][kBlocks] = in_register(load_elements(q_joined));
+      q_joined += L;
+    }
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
       decltype(load_elements(q)) columns[kVectors];
@@ -159,7 +164,7 @@ FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 4
-        for (int b = 0; b < kBlocks; ++b) sum[n][b] = multiply_add(sum[n][b], columns[v], query[v][b]);
+        for (int b = 0; b < kAll; ++b) sum[b][n] = multiply_add(sum[b][n], columns[v], query[v][b]);
     }
     if (--until_line == 0) {
       until_line = std::max<int64_t>(kBytesAtOnce / kBytes, 1);
@@ -167,17 +172,32 @@ FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64
     }
   }
 #pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) store<T>(out + n * L, sum_blocks<T, kBlocks>(sum[n]) * scale);
+  for (int n = 0; n < N; ++n) {
+    Vec<T> of_key[kBlocks];
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) of_key[b] = sum[b][n];
+    store<T>(out + n * L, sum_blocks<T, kBlocks>(of_key) * scale);
+  }
+  if constexpr (kJoins) store_span_sums<T, Form::kSpan, N>(sum[kBlocks], scale, joined.out);
 }
 
 // S^T of a chunk of at most kChunkRows keys. Writes whole blocks of keys. `copy` has room for kChunkRows keys.
 template <class In, class T, class E>
 inline void score_block_of_rows(const E* q, int64_t rows, Rows<In> k, int64_t keys, T scale, T* out, In* copy,
-                                Prefetcher& ahead) {
+                                const JoinedBlock<E, T>& joined, Prefetcher& ahead) {
   for_form<In, T>(rows, [&](auto form) {
     using Form = decltype(form);
     k = with_whole_steps(k, keys, Form::kStep, copy);
+    const int64_t steps = k.cols / Form::kStep;
+    if constexpr (kHasVectorsOfRows && std::is_same_v<In, T>) {
+      if (joined.q) {
+        for (int64_t j = 0; j < keys; j += Form::kKeys)
+          block_of_rows<Form, true>(q, steps, k, j, keys, scale, out + j * kLanes<T>,
+                                    {joined.q, joined.out + j * kLanes<T> / 2}, ahead);
+        return;
+      }
+    }
     for (int64_t j = 0; j < keys; j += Form::kKeys)
-      block_of_rows<Form>(q, k.cols / Form::kStep, k, j, keys, scale, out + j * kLanes<T>, ahead);
+      block_of_rows<Form, false>(q, steps, k, j, keys, scale, out + j * kLanes<T>, joined, ahead);
   });
 }
