@@ -30,13 +30,16 @@ constexpr bool are_far_rows(int64_t distance) { return distance >= 2048; }
 // Copies `count` rows, one after another without gaps.
 template <class In>
 FA_INLINE Rows<In> copy_rows(const Rows<In>& from, int64_t count, In* to) {
-  constexpr int64_t kStep = 4 * FA_VECTOR_BYTES / sizeof(In);  // a call of memcpy took twice the time
+  typedef uint8_t Part __attribute__((vector_size(FA_VECTOR_BYTES), aligned(1), may_alias));
+  constexpr int64_t kPart = FA_VECTOR_BYTES / sizeof(In);
   for (int64_t n = 0; n < count; ++n) {
     const In* row = from.row(n);
     In* copy = to + n * from.cols;
     int64_t c = 0;
-    for (; c + kStep <= from.cols; c += kStep) std::memcpy(copy + c, row + c, kStep * sizeof(In));
-    std::memcpy(copy + c, row + c, (from.cols - c) * sizeof(In));
+#pragma GCC unroll 4
+    for (; c + kPart <= from.cols; c += kPart)  // a call of memcpy took twice the time
+      *reinterpret_cast<Part*>(copy + c) = *reinterpret_cast<const Part*>(row + c);
+    std::memcpy(static_cast<void*>(copy + c), row + c, (from.cols - c) * sizeof(In));
   }
   return {to, from.cols, from.cols};
 }

@@ -35,8 +35,11 @@ struct PrefetchDistance {
     const int64_t bytes = FA_VECTOR_BYTES < 64 ? 32 << 10 : queries < 8 ? few : many;
     const int64_t row = heads.count * source.bytes;
     // Several heads take turns. With 32 keys instead of 16, 1 query takes 1.0 to 1.1 of the time, and 4 queries take 0.9. With 32
-    // keys instead of 64, 16 queries take up to 1.1.
-    int64_t rows = heads.count == 1 || queries < 3 ? kChunkRows : queries <= 8 ? 2 * kChunkRows : kDecodeKeys;
+    // keys instead of 64, 16 queries take up to 1.1. AVX2: from 7 queries on a head's turn is 64 values (DecodeForm::value_step()).
+    const int64_t most_of_short_turns = FA_VECTOR_BYTES < 64 ? 6 : 8;
+    int64_t rows = heads.count == 1 || queries < 3  ? kChunkRows
+                   : queries <= most_of_short_turns ? 2 * kChunkRows
+                                                    : kDecodeKeys;
     // Several rows of Q: up to 64 rows of 8 and 4 bits are widened at once, head after head. With 64 keys instead of 32, 4 heads a
     // key head take 0.78 (float8) to 0.93 (int4) of the time on AVX2 (Zen 3, 8 key heads). Not measured on AVX-512.
     if (FA_VECTOR_BYTES < 64 && element == 1 && heads.count > 1 && queries > 1)
