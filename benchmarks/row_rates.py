@@ -8,8 +8,7 @@ A row is one query of one head. So a key head that `group` query heads share has
             2048 and 1024 keys, and the same S_q. The fifth one is a prefill of 64 tokens, which the rate counts
 
 A curve's calls alternate in one process, in a random order of each round. Only undisturbed calls count
-(undisturbed.py). A dip: a rate that is more than a tenth below
-the rate of the next smaller number of rows.
+(undisturbed.py). A dip: a rate that is more than a tenth below the rate of the next smaller number of rows.
 """
 
 import argparse

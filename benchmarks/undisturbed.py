@@ -6,8 +6,8 @@ registers need a third of a core's instructions. torch.exp in L2 does show it.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,7 +24,8 @@ class Undisturbed:
         self._x = torch.linspace(-1, 1, torch.get_num_threads() << 15)  # 128 KiB of each thread
         self._out = torch.empty_like(self._x)
         self._shortest = float("inf")
-        self._slowest: dict[Callable, list[float]] = defaultdict(list)  # of both sides of a call
+        # The slower side of each call. Weak, because a function may hold gigabytes of caches.
+        self._slowest: WeakKeyDictionary[Callable, list[float]] = WeakKeyDictionary()
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             self._seconds()
@@ -34,7 +35,7 @@ class Undisturbed:
         end = time.perf_counter() + LONGEST_WAIT
         while (seconds := self._seconds()) > SLOWER * self._shortest and time.perf_counter() < end:
             pass
-        self._slowest[function].append(seconds)
+        self._slowest.setdefault(function, []).append(seconds)
 
     def after(self, function: Callable) -> None:
         slowest = self._slowest[function]

@@ -1,5 +1,8 @@
 """benchmarks/undisturbed.py chooses the calls between two short times of torch.exp."""
 
+import gc
+import weakref
+
 import pytest
 
 from benchmarks import undisturbed
@@ -47,3 +50,17 @@ def test_a_real_measurement_has_a_result_for_each_call():
         own.before(record)
         own.after(record)
     assert own.times_of(record, [1.0] * calls) == [1.0] * calls
+
+
+def test_a_call_and_its_tensors_are_not_kept_alive():
+    own = Undisturbed(seconds=0.01)
+
+    def call():
+        pass
+
+    own.before(call)
+    own.after(call)
+    alive = weakref.ref(call)
+    del call
+    gc.collect()
+    assert alive() is None

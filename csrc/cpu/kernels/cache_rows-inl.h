@@ -121,6 +121,9 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
 // Rows per chunk of a decode tile. Each chunk may have another address, as pages have.
 constexpr int64_t kChunkRows = 16, kTileChunks = kMostDecodeKeys / kChunkRows;
 
+// Returns the number of keys in the chunks of `keys` keys.
+constexpr int64_t whole_chunks(int64_t keys) { return ceil_div(keys, kChunkRows) * kChunkRows; }
+
 // Memory addresses of a tile of K or V. `known` is false for pages of odd sizes, if a chunk is not contiguous.
 struct TileSource {
   const char* first = nullptr;  // row 0 of the first head

@@ -137,7 +137,7 @@ struct IntegerLanes {
     b.planes = p.varlen.cache.dtype == CacheDType::kInt4 ? 2 : 1;
     b.key_bytes = b.cols / b.planes;
     b.value_bytes = p.sizes.head_dim_v / b.planes;
-    const int64_t whole = ceil_div(block_k, kChunkRows) * kChunkRows;
+    const int64_t whole = whole_chunks(block_k);
     b.copy = arena.take<int8_t>(whole * std::max(b.key_bytes, b.value_bytes));
     b.probs = arena.take<Pair>(whole / 2 * kLanes<float>);
     return b;
@@ -169,7 +169,7 @@ struct IntegerLanes {
     const float* data;
     int64_t keys, lanes, rows;
 
-    int64_t whole() const { return ceil_div(keys, kChunkRows) * kChunkRows; }
+    int64_t whole() const { return whole_chunks(keys); }
   };
 
   // As add_values(), for the columns of one group.

@@ -160,13 +160,6 @@ constexpr int widest_block(int rows) {
 // The most rows of a group, if a block has several groups, and if it has one: 9 to 12 rows are one group with AVX-512.
 constexpr int kMostValueRows = kValueSums / 2, kMostRowsOfGroup = kMostValueSums / 2;
 
-// Returns whether the last block, of `rows` rows, shares a group of rows with the vector of rows before it: AVX2, and half a vector of
-// rows. Example: 8 + 4 rows are two groups of 6 in place of groups of 6, 2 and 4. So 12 rows of float32 take 0.9 of the time (Zen 3).
-template <class T>
-constexpr bool joins_values(int64_t rows, int64_t all_rows) {
-  return kHasVectorsOfRows && all_rows > kLanes<T> && rows > 0 && span_of<T>(rows) == 2;
-}
-
 // out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV * kVectors vectors of columns from c on. `chunk`: the tile's rows
 // of V. The last kJoined rows are in probs.joined. The sum starts from 0: it rounds like a sum of tiles, not like one long chain.
 template <class Values, int R, int NV, int kJoined, class In, class T>
@@ -301,7 +294,7 @@ void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t row
   for (int64_t row = 0, count; row < rows; row += count) {
     count = rows_of_group(rows - row);
     for_group(count, [&](auto few) {
-      constexpr int R = few.value, kJoined = R - kLanes<T> % kMostValueRows;
+      constexpr int R = few.value, kJoined = R - kLanes<T> % kMostValueRows;  // in the last group
       if constexpr (Values::kKeys == 1 && joins_values<T>(kJoined, kLanes<T> + kJoined))
         if (probs.joined && row + count == rows)
           return add_value_lanes<Values, R, kJoined>(probs, row, chunk, keys, out + row * ldo, ldo, ahead);

@@ -155,12 +155,19 @@ constexpr bool widens_keys_once(int64_t rows) {
   return kHasVectorsOfRows && std::is_same_v<In, Float16> && rows > kLanes<T> / 2;
 }
 
-// Returns whether the last block, of `rows` rows, is multiplied together with the vector of rows before it: AVX2, elements of T, and
-// half a vector of rows. A key is loaded once for both, and more sums hide the latency of multiply-adds.
+// Returns whether the last block, of `rows` rows, shares a group of rows of P V with the vector of rows before it: AVX2, and half a
+// vector of rows. Example: 8 + 4 rows are two groups of 6 in place of groups of 6, 2 and 4. So 12 rows of float32 take 0.9 of the time
+// (Zen 3).
+template <class T>
+constexpr bool joins_values(int64_t rows, int64_t all_rows) {
+  return kHasVectorsOfRows && all_rows > kLanes<T> && rows > 0 && span_of<T>(rows) == 2;
+}
+
+// Returns whether the scores of this block are computed together with the scores of that vector: elements of T. A key is loaded once
+// for both, and more sums hide the latency of multiply-adds.
 template <class In, class T>
 constexpr bool joins_vector_of_rows(int64_t rows, int64_t all_rows) {
-  return kHasVectorsOfRows && (std::is_same_v<In, T> || widens_keys_once<In, T>(all_rows)) &&
-         all_rows > kLanes<T> && rows > 0 && span_of<T>(rows) == 2;
+  return joins_values<T>(rows, all_rows) && (std::is_same_v<In, T> || widens_keys_once<In, T>(all_rows));
 }
 
 // Returns whether one pass over the keys multiplies all rows.

@@ -31,9 +31,6 @@ struct AllProbs {
   bool has_pairs = false;  // each block has pairs of keys in place of P
 };
 
-// Returns the number of keys in the chunks of `keys` keys.
-constexpr int64_t whole_chunks(int64_t keys) { return ceil_div(keys, kChunkRows) * kChunkRows; }
-
 // A left operand and its strides, as in GemmArgs.
 template <class E>
 struct LeftOperand {

@@ -148,7 +148,7 @@ struct NibbleLanes {
     if (p.varlen.cache.k_groups.zeros) b.groups.products = arena.take<float>(heads * b.numbers);
     const CacheGroups& of_value = p.varlen.cache.v_groups;
     b.value_groups = of_value.count;
-    b.ld_values = ceil_div(block_k, kChunkRows) * kChunkRows;
+    b.ld_values = whole_chunks(block_k);
     b.rows_of_values.scales = arena.take<float>(block_k * b.value_groups + L);
     if (of_value.zeros) b.rows_of_values.products = arena.take<float>(block_k * b.value_groups + L);
     b.of_values = arena.take<float>(heads * 2 * b.value_groups * b.ld_values);
@@ -165,7 +165,7 @@ struct NibbleLanes {
   bool load_numbers_of_values(const AttentionParams& p, int64_t n, int64_t h_kv, int64_t j0,
                               int64_t keys) const {
     const bool is_finite = rows_of_values.load_tile(p, p.varlen.cache.v_groups, h_kv, j0, keys);
-    rows_of_values.transpose_rows(value_groups, keys, ceil_div(keys, kChunkRows) * kChunkRows,
+    rows_of_values.transpose_rows(value_groups, keys, whole_chunks(keys),
                                   of_values + n * 2 * value_groups * ld_values, ld_values);
     return is_finite;
   }

@@ -46,7 +46,7 @@ struct DecodeTile {
         return false;
     return true;
   }
-  const int64_t padded_keys = ceil_div(keys, kChunkRows) * kChunkRows;  // of S^T
+  const int64_t padded_keys = whole_chunks(keys);  // of S^T
   T* scores_of(int64_t n) const {
     return s.scores + n * (form.all_at_once ? lanes * padded_keys : rows * ld);
   }
@@ -204,7 +204,7 @@ struct DecodeTile {
   template <class Load>
   void load_lane_scores(int64_t n, int64_t j, int64_t count, const Load& load) const {
     if (stays_transposed) return load(LaneTile<T>{scores_of(n), padded_keys}, j);
-    const LaneTile<T> chunk{s.products.many.scores, ceil_div(count, kChunkRows) * kChunkRows};
+    const LaneTile<T> chunk{s.products.many.scores, whole_chunks(count)};
     load(chunk, 0);
     for_each_lane_tile(chunk, [&](int64_t first, int64_t some, T* block) {
       transpose_lane_scores<T>(block, lanes_of<T>(some), count, some, scores_of(n) + first * ld + j, ld);

@@ -26,7 +26,7 @@ template <class In, class T>
 void add_tile_of_few_heads(const AttentionParams& row, const HeadScores<In, T>& products, int64_t keys,
                            T* scores, T* rescale, const HeadResults<T>& r) {
   const int64_t heads = row.sizes.seqlen_q, lanes = lanes_of<T>(rows_of_few_heads<T>(heads));
-  const int64_t padded = ceil_div(keys, kChunkRows) * kChunkRows;
+  const int64_t padded = whole_chunks(keys);
   for (int64_t j = 0; j < keys; j += kChunkRows)
     products.scores_of_chunk(row, j, keys, product_scale<T>(row), scores + j * lanes);
   if (lanes < kLanes<T>) {

@@ -36,7 +36,7 @@ struct PrefetchDistance {
     const int64_t row = heads.count * source.bytes;
     // Several heads take turns. With 32 keys instead of 16, 1 query takes 1.0 to 1.1 of the time, and 4 queries take 0.9. With 32
     // keys instead of 64, 16 queries take up to 1.1. AVX2: from 7 queries on a head's turn is 64 values (DecodeForm::value_step()).
-    const int64_t most_of_short_turns = FA_VECTOR_BYTES < 64 ? 6 : 8;
+    const int64_t most_of_short_turns = FA_VECTOR_BYTES == 32 ? 6 : 8;
     int64_t rows = heads.count == 1 || queries < 3  ? kChunkRows
                    : queries <= most_of_short_turns ? 2 * kChunkRows
                                                     : kDecodeKeys;
