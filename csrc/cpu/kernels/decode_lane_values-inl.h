@@ -134,6 +134,7 @@ struct LaneProbs {
   const float* units = nullptr;     // [lanes]   only of integers: the unit of each row
   const int32_t* starts = nullptr;  // [lanes]   only of int4: the first sum of each row
   const E* joined = nullptr;        // [keys][lanes / 2]   P^T of the last block, if joins_values()
+  bool evenly = false;              // rows_of_group()
 };
 
 // Sums of P V in registers. Two vectors of V and one of P need registers, too. 8 sums would be just enough to hide the
@@ -249,10 +250,10 @@ void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, co
     value_lanes_block<Values, R, 1, kJoined>(probs, row, chunk, c, keys, out, ldo, ahead);
 }
 
-// Returns how many of the remaining rows the next group has. With 16 registers a group of 6 is the fastest for each row. Otherwise all
-// groups have about the same size.
-constexpr int64_t rows_of_group(int64_t rows) {
-  if (FA_VECTOR_REGISTERS == 16) return std::min<int64_t>(rows, kMostValueRows);
+// Returns how many of the remaining rows the next group has. With 16 registers a group of 6 is the fastest for each row. Otherwise, and
+// if `evenly`, all groups have about the same size.
+constexpr int64_t rows_of_group(int64_t rows, bool evenly = false) {
+  if (FA_VECTOR_REGISTERS == 16 && !evenly) return std::min<int64_t>(rows, kMostValueRows);
   if (rows <= kMostRowsOfGroup) return rows;
   // In 32 bits, because a division of 64 bits takes 40 cycles on some CPUs.
   const auto groups = static_cast<uint32_t>(ceil_div(rows, kMostValueRows));
@@ -292,7 +293,7 @@ template <class Values, class In, class T>
 void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t rows, const Rows<In>* chunk,
                          int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
   for (int64_t row = 0, count; row < rows; row += count) {
-    count = rows_of_group(rows - row);
+    count = rows_of_group(rows - row, probs.evenly);
     for_group(count, [&](auto few) {
       constexpr int R = few.value, kJoined = R - kLanes<T> % kMostValueRows;  // in the last group
       if constexpr (Values::kKeys == 1 && joins_values<T>(kJoined, kLanes<T> + kJoined))

@@ -349,6 +349,9 @@ struct ManyRows {
                                      ahead);
       LaneProbs<T> own{block_of(all, first, count, keys), lanes_of<T>(count)};
       const int64_t next = first + count, joined = rows_joined_to(next, rows);
+      // AVX2: groups that take equally long prefetch at an even rate. In memory 7 and 8 rows take 0.81 to 0.93 of the time, 9 and 10
+      // rows 0.95 (Zen 3). 16 and more rows have 1.0 to 1.08, and 16-bit values 0.98 to 1.08.
+      own.evenly = std::is_same_v<In, T> && rows <= kLanes<T> * 3 / 2;
       if (joined > 0)
         own.joined = block_of(all, next, joined, keys, whole_chunks(keys) * own.lanes + kLanes<T>);
       Operands::add_lanes(own, count + joined, v, keys, out + first * ldo, ldo, probs, ahead);
