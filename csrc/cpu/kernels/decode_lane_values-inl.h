@@ -176,6 +176,9 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
                                ? kChunkRows
                                : std::max<int>(std::min<int>(512 / kBytes, 4), Values::kKeys);
   constexpr int kOwn = R - kJoined;
+  // Vectors of V that are multiplied together. 12 sums of 3 rows, 4 vectors and P do not fit in 16 registers, so P is broadcast twice: 3
+  // rows of 16 bits take 0.90 to 0.95 of the time if K and V are in L3 (Zen 3).
+  constexpr int kPart = FA_VECTOR_REGISTERS == 16 && R > 1 && (R + 1) * kVectors >= 16 ? 2 : kVectors;
   typename Values::Sum sum[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -192,17 +195,21 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
     const auto add = [&](bool is_last) FA_INLINE_LAMBDA {
       decltype(load_elements(p)) value[kVectors];
 #pragma GCC unroll 16
-      for (int n = 0; n < NV; ++n)
-        Values::load(v + n * kElements, stride, is_last, cols, value + n * Values::kVectors);
-      // With more rows the compiler loads each value once.
-      if constexpr (R == 2 && kHasVectorsOfRows && std::is_same_v<In, T>)
+      for (int part = 0; part < kVectors; part += kPart) {
 #pragma GCC unroll 16
-        for (int n = 0; n < kVectors; ++n) value[n] = in_register(value[n]);
+        for (int n = part; n < part + kPart; n += Values::kVectors)
+          Values::load(v + n / Values::kVectors * kElements, stride, is_last, cols, value + n);
+        // With more rows the compiler loads each value once.
+        if constexpr (R == 2 && kHasVectorsOfRows && std::is_same_v<In, T>)
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const auto prob = broadcast_element(r < kOwn ? p + r : p_joined + (r - kOwn));
+          for (int n = part; n < part + kPart; ++n) value[n] = in_register(value[n]);
 #pragma GCC unroll 16
-        for (int n = 0; n < kVectors; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
+        for (int r = 0; r < R; ++r) {
+          const auto prob = broadcast_element(r < kOwn ? p + r : p_joined + (r - kOwn));
+#pragma GCC unroll 16
+          for (int n = part; n < part + kPart; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
+        }
+        if constexpr (kPart < kVectors) asm volatile("" ::: "memory");  // broadcasts P again
       }
       v += Values::kKeys * stride;
       p += probs.lanes;
