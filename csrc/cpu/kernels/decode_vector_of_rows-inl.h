@@ -181,7 +181,7 @@ FA_INLINE void block_of_rows(const E* q, int64_t steps, const Rows<In>& k, int64
   if constexpr (kJoins) store_span_sums<T, Form::kSpan, N>(sum[kBlocks], scale, joined.out);
 }
 
-// S^T of a chunk of at most kChunkRows keys. Writes whole blocks of keys. `copy` has room for kChunkRows keys.
+// S^T of some keys of a tile. Writes whole blocks of keys. `copy` has room for the keys.
 template <class In, class T, class E>
 inline void score_block_of_rows(const E* q, int64_t rows, Rows<In> k, int64_t keys, T scale, T* out, In* copy,
                                 const JoinedBlock<E, T>& joined, Prefetcher& ahead) {
