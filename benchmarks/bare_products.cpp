@@ -1,7 +1,7 @@
 // Times the two products of decode on data in L1, for bfloat16 and AVX2: bounds for a call, which also reads memory. Prints ns a key
-// and the fraction of the multiply-adds that registers alone allow in the same run.
+// and the fraction of the peak of peaks.cpp.
 //
-//   g++ -O3 -march=haswell benchmarks/bare_products.cpp -o build/bare_products && build/bare_products
+//   g++ -O3 -march=haswell -pthread benchmarks/bare_products.cpp -o build/bare_products && build/bare_products
 //
 // S has columns as lanes (decode_sums_of_columns-inl.h), P V broadcasts P (decode_lane_values-inl.h).
 #include <immintrin.h>
@@ -12,6 +12,8 @@
 #include <cstdio>
 #include <iterator>
 #include <limits>
+
+#include "peaks.cpp"
 
 constexpr int kColumns = 128, kKeys = 64, kMostRows = 8, L = 8;  // L: float32 lanes
 
@@ -82,17 +84,6 @@ __attribute__((noinline)) void add_values(int row) {
   }
 }
 
-// As many multiply-adds as both loops above have for one row, in 12 registers.
-__attribute__((noinline)) void multiply_adds() {
-  __m256 sum[12] = {}, factor = _mm256_set1_ps(0.5f);
-  for (int n = 0; n < kKeys * kColumns / L; n += 12)
-#pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) {
-      sum[i] = _mm256_fmadd_ps(sum[i], factor, factor);
-      asm volatile("" : "+x"(sum[i]));
-    }
-}
-
 // The shortest of many times, ns a key.
 template <class Body>
 double shortest(const Body& body) {
@@ -110,9 +101,10 @@ double shortest(const Body& body) {
 int main() {
   std::fill(std::begin(rows_of_16_bits), std::end(rows_of_16_bits), uint16_t{0x3f80});  // 1
   std::fill(std::begin(queries), std::end(queries), 0.5f);
-  const double of_row = shortest(multiply_adds);
+  double peak = 0;  // FLOP/s of one thread
+  for (int n = 0; n < 5; ++n) peak = std::max(peak, fma_float(1, 500'000));
   const auto print = [&](const char* name, int rows, double time) {
-    std::printf("%-24s %5.1f ns a key, %.2f of the peak\n", name, time, rows * of_row / time);
+    std::printf("%-24s %5.1f ns a key, %.2f of the peak\n", name, time, 2e9 * rows * kColumns / time / peak);
   };
   print("S, 4 rows", 4, shortest(scores_of_4_rows));
   print("P V, 4 rows", 4, shortest([] { add_values<4, 1>(0); }));

@@ -94,7 +94,7 @@ constexpr int64_t lanes_of(int64_t rows) {
 // time on Zen 5, and about the same time on Zen 4. With 128 rows they take up to 1.06.
 constexpr int kMostLaneBlocks = FA_VECTOR_BYTES == 64 ? 6 : 4;
 
-// Returns whether the products of this file compute `rows` rows. Otherwise the forward's matrix product does.
+// Returns whether `rows` rows are cut into blocks. Otherwise the forward's matrix product multiplies all of them.
 template <class T>
 constexpr bool uses_lane_blocks(int64_t rows) {
 #if defined(FA_HAS_TILE_REGISTERS)  // faster from half a vector on
@@ -135,7 +135,7 @@ constexpr bool columns_are_lanes(int64_t rows) {
   return kReadsKeysInPlace<In, T> && !std::is_same_v<In, T> && rows <= kLanes<T> / 2;
 }
 
-// Returns whether they compute the scores of a block of `rows` rows.
+// Returns whether one of these two files computes the scores of a block of `rows` rows.
 template <class In, class T>
 constexpr bool reads_keys_in_place(int64_t rows) {
   if (!kReadsKeysInPlace<In, T>) return false;
@@ -172,7 +172,7 @@ constexpr bool reads_keys_once(int64_t rows) {
   return rest == 0 || joins_vector_of_rows<In, T>(rest, rows);
 }
 
-// Returns whether they compute the scores of all blocks. The first block has the most rows.
+// Returns whether they compute the scores of all blocks from keys in place. The first block has the most rows.
 template <class In, class T>
 constexpr bool reads_all_keys_in_place(int64_t rows) {
   const int64_t last = rows_of_last_block<In, T>(rows);

@@ -178,7 +178,7 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
   constexpr int kOwn = R - kJoined;
   // Vectors of V that are multiplied together. 12 sums of 3 rows, 4 vectors and P do not fit in 16 registers, so P is broadcast twice: 3
   // rows of 16 bits take 0.90 to 0.95 of the time if K and V are in L3 (Zen 3).
-  constexpr int kPart = FA_VECTOR_REGISTERS == 16 && R > 1 && (R + 1) * kVectors >= 16 ? 2 : kVectors;
+  constexpr int kPart = FA_VECTOR_REGISTERS == 16 && R == 3 ? std::min(kVectors, 2) : kVectors;
   typename Values::Sum sum[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
