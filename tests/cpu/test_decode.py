@@ -70,8 +70,8 @@ def test_rows_that_fill_a_part_of_a_vector(isa, dtype, rows):
 
 @dtypes
 def test_rows_on_both_sides_of_each_block(isa, dtype):
-    """Rows are blocks of lanes: one row to one vector of them. More than four vectors of rows are no blocks."""
-    for rows in (10, 11, 13, 14, 18, 19, 20, 21, 24, 25, 28, 29, 31, 32, 33, 48, 49, 64, 65):
+    """Rows are blocks of lanes: one row to one vector of them. More than four (six) vectors of rows are no blocks."""
+    for rows in (10, 11, 13, 14, 18, 19, 20, 21, 24, 25, 28, 29, 31, 32, 33, 36, 37, 40, 44, 48, 49, 64, 65):
         q, k, v = (t.detach() for t in make_qkv(1, rows, 1, 66, 40, heads_kv=1, dtype=dtype))
         check_forward_against_reference(q, k, v)
         check_forward_against_reference(q, k, v, softcap=3.0)  # scores are transposed back
@@ -79,6 +79,18 @@ def test_rows_on_both_sides_of_each_block(isa, dtype):
         clean = flash_attn(q, k, v, key_mask=keep[None], enable_gqa=True)
         v[:, :, 5] = torch.nan
         assert torch.equal(flash_attn(q, k, v, key_mask=keep[None], enable_gqa=True), clean)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [7, 8, 11, 13, 16, 21, 24, 29, 32, 40])
+def test_tails_of_several_vectors_of_rows(isa, dtype, rows):
+    """Several vectors of rows multiply 6 or 4 keys at once, and 6 or 4 columns of V. Any number may be left."""
+    for seqlen_k in range(1, 18):
+        q, k, v = (t.detach() for t in make_qkv(1, rows, 1, seqlen_k, seqlen_k, heads_kv=1, dtype=dtype))
+        check_forward_against_reference(q, k, v)
+    for head_dim, head_dim_v in ((1, 35), (33, 1), (66, 7), (97, 20)):
+        q, k, v = (t.detach() for t in make_qkv(1, rows, 1, 205, head_dim, head_dim_v, heads_kv=1, dtype=dtype))
+        check_forward_against_reference(q, k, v)
 
 
 @dtypes
@@ -104,7 +116,7 @@ def test_heads_of_few_keys_share_a_task(isa, dtype, rows, threads):
 
 
 @dtypes
-@pytest.mark.parametrize("rows", [4, 9, 12, 16, 33])
+@pytest.mark.parametrize("rows", [4, 9, 12, 16, 24, 32, 33, 40])
 @pytest.mark.parametrize("head_dim_v", [64, 72, 128])
 def test_rows_far_apart_in_memory_have_the_bits_of_adjacent_rows(isa, dtype, rows, head_dim_v):
     """(B, S, H, D): rows of a head are 2 KiB or more apart. Values that several groups of rows read are copied."""
@@ -164,7 +176,7 @@ def test_hidden_values_change_no_bit_of_many_rows(isa, dtype):
 def test_nan_that_a_call_leaves_in_scratch_memory_reaches_no_result(isa, dtype, head_dim, threads):
     """Rows of Q and K are padded for each form of the products. The padding is written, not what the last call left."""
     threads(1)
-    for rows in (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17, 20, 28, 33, 100):
+    for rows in (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 28, 30, 33, 100):
         nan = [torch.full_like(t, torch.nan) for t in make_qkv(1, rows, 1, 70, 128, heads_kv=1, dtype=dtype)]
         flash_attn(*nan, enable_gqa=True)
         q, k, v = (t.detach() for t in make_qkv(1, rows, 1, 70, head_dim, heads_kv=1, dtype=dtype))

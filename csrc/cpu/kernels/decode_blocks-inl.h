@@ -2,6 +2,7 @@
 //
 //   decode_lanes-inl.h            every block without another form
 //   decode_vector_of_rows-inl.h   AVX2, AVX-512: a block that needs a whole vector
+//   decode_several_vectors-inl.h  AVX2: two or three such blocks at once
 //   decode_sums_of_columns-inl.h  AVX2, and AVX-512 without products of bfloat16: at most half a vector of rows, and keys of 16 bits
 //
 // More rows than kMostLaneBlocks vectors are not cut: decode_many_rows-inl.h multiplies them by panels.
@@ -91,8 +92,9 @@ constexpr int64_t lanes_of(int64_t rows) {
 }
 
 // More rows use the panels of the forward's product. Measured with AVX-512: up to 96 rows lanes take 0.66 to 1.0 of the panels'
-// time on Zen 5, and about the same time on Zen 4. With 128 rows they take up to 1.06.
-constexpr int kMostLaneBlocks = FA_VECTOR_BYTES == 64 ? 6 : 4;
+// time on Zen 5, and about the same time on Zen 4. With 128 rows they take up to 1.06. AVX2: 40 and 48 rows take 0.88 to 0.92, and 64
+// rows 0.94 to 1.08 (Zen 3).
+constexpr int kMostLaneBlocks = FA_VECTOR_BYTES >= 32 ? 6 : 4;
 
 // Returns whether `rows` rows are cut into blocks. Otherwise the forward's matrix product multiplies all of them.
 template <class T>
@@ -102,6 +104,34 @@ constexpr bool uses_lane_blocks(int64_t rows) {
 #else
   return rows <= kMostLaneBlocks * kLanes<T>;
 #endif
+}
+
+// Returns how many lanes, from the first row on, decode_several_vectors-inl.h multiplies: whole blocks. A last block of at most half
+// a vector is multiplied with the vector before it (joins_values()), so this function counts neither of the two. Examples for
+// float32 and 8 lanes: 16 for 13 to 16 rows, 0 for 20, 24 for 21, 16 for 28. Few rows of 16 bits do not pay for the copies.
+template <class In, class T>
+constexpr int64_t rows_of_several_vectors(int64_t rows) {
+  if (!kHasVectorsOfRows || !uses_lane_blocks<T>(rows)) return 0;
+  const int64_t full = (rows + kLanes<T> / 2 - 1) / kLanes<T>;  // blocks of more than half a vector
+  const int64_t together = full - (full * kLanes<T> < rows);
+  constexpr int64_t kFewest = std::is_same_v<In, T> ? 2 : 4;
+  return together < kFewest ? 0 : together * kLanes<T>;
+}
+
+// Returns how many times several vectors of rows read each row of K and V.
+template <class In, class T>
+constexpr int64_t readings_of_several_vectors(int64_t rows) {
+  return rows_of_several_vectors<In, T>(rows) / (2 * kLanes<T>);
+}
+
+// Calls body(first row, vectors) for two or three vectors of these rows at a time.
+template <class In, class T, class Body>
+inline void for_several_vectors(int64_t rows, const Body& body) {
+  const int64_t end = rows_of_several_vectors<In, T>(rows);
+  int64_t first = 0;
+  for (; end - first != 3 * kLanes<T> && first < end; first += 2 * kLanes<T>)
+    body(first, std::integral_constant<int, 2>{});
+  if (first < end) body(first, std::integral_constant<int, 3>{});
 }
 
 // Calls body(first row, number of rows) for each block.
@@ -143,11 +173,14 @@ constexpr bool reads_keys_in_place(int64_t rows) {
   return span_of<T>(rows) == 1 || !std::is_same_v<In, T>;
 }
 
-// Returns whether vectors of rows multiply keys that were widened once. AVX2: otherwise each block converts float16 again. 16 to 32
-// rows take 0.84 to 0.89 of the time, and 5 to 8 rows 0.94 to 1.0 (Zen 3).
+// Returns whether vectors of rows multiply keys that were widened once. AVX2: several vectors do. Otherwise each block converts
+// float16 again. 5 to 8 rows take 0.94 to 1.0 of the time (Zen 3).
+template <class In>
+constexpr bool kMayWidenKeys = kHasVectorsOfRows && sizeof(In) == 2;
 template <class In, class T>
 constexpr bool widens_keys_once(int64_t rows) {
-  return kHasVectorsOfRows && std::is_same_v<In, Float16> && rows > kLanes<T> / 2;
+  return kMayWidenKeys<In> &&
+         ((std::is_same_v<In, Float16> && rows > kLanes<T> / 2) || rows_of_several_vectors<In, T>(rows) > 0);
 }
 
 // Returns whether the last block, of `rows` rows, shares a group of rows of P V with the vector of rows before it: AVX2, and half a
@@ -168,6 +201,8 @@ constexpr bool joins_vector_of_rows(int64_t rows, int64_t all_rows) {
 // Returns whether one pass over the keys multiplies all rows.
 template <class In, class T>
 constexpr bool reads_keys_once(int64_t rows) {
+  if (const int64_t several = rows_of_several_vectors<In, T>(rows); several > 0)
+    return several >= rows && readings_of_several_vectors<In, T>(rows) == 1;
   const int64_t rest = rows - rows_of_block<In, T>(rows);
   return rest == 0 || joins_vector_of_rows<In, T>(rest, rows);
 }

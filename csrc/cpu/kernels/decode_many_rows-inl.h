@@ -9,6 +9,7 @@
 #pragma once
 
 #include "decode_operands-inl.h"
+#include "decode_several_vectors-inl.h"
 #include "decode_sums_of_columns-inl.h"
 #include "decode_vector_of_rows-inl.h"
 
@@ -44,17 +45,16 @@ struct ManyRows {
   using E = typename Operands::Element;
   // The columns of Q and of copied keys in vectors of rows are a multiple of the widest span.
   using WidestForm = BlockForm<E, T, kHasThreeQuarters<In, T>>;
-  static constexpr int kSpanOfVectors =
-      FA_VECTOR_BYTES == 64 || widens_keys_once<In, T>(kMostRowsAtOnce) ? WidestForm::kSpan : 1;
+  static constexpr int kSpanOfVectors = FA_VECTOR_BYTES == 64 || kMayWidenKeys<In> ? WidestForm::kSpan : 1;
   static int64_t whole_columns(int64_t depth) { return ceil_div(depth, kSpanOfVectors) * kSpanOfVectors; }
 
   E* q;           // [heads of a task][D][lanes]   Q^T in panels
   T* scores;      // [block_k][lanes]              S^T, if other steps than the softmax follow
   T* prob_lanes;  // [block_k][lanes]           P^T, if P was not transposed
-  E* k_tile;      // [block_k][D]                  only if the caller's k cannot be read directly
-  E* v_panel;     // [block_k][kPanel]             likewise; Pair: pairs across the keys
-  E* probs;       // [lanes][block_k / 2]          Pair only
-  T* rescale;     // [heads of a task][lanes]
+  E* k_tile;  // [block_k][D or D_v]           only if the caller's k cannot be read directly; or widened values
+  E* v_panel;  // [block_k][kPanel]             likewise; Pair: pairs across the keys
+  E* probs;    // [lanes][block_k / 2]          Pair only
+  T* rescale;  // [heads of a task][lanes]
 
   static ManyRows allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
                            int64_t block_k) {
@@ -67,7 +67,8 @@ struct ManyRows {
     const int64_t whole = whole_chunks(block_k) * lanes + kLanes<T>;
     m.scores = arena.take<T>(whole);
     m.prob_lanes = arena.take<T>(whole);
-    m.k_tile = arena.take<E>(block_k * round_up_to_lanes<T>(depth));
+    const int64_t wider = Operands::depth_of(std::max(p.sizes.head_dim, p.sizes.head_dim_v));
+    m.k_tile = arena.take<E>(block_k * round_up_to_lanes<T>(wider));
     m.v_panel = arena.take<E>(block_k * kPanel<T>);
     m.probs = arena.take<E>(Operands::prob_elements(lanes, whole_chunks(block_k)));
     m.rescale = arena.take<T>(heads * round_up_to_lanes<T>(lanes));
@@ -132,6 +133,12 @@ struct ManyRows {
     }
   }
 
+  // O += the sums of a tile, after its last add_values(). Only several vectors of rows have such sums.
+  static void finish_values(int64_t rows, const T* sums, int64_t cols, T* out, int64_t ldo) {
+    if constexpr (kHasVectorsOfRows)
+      add_transposed(sums, std::min(rows, rows_of_several_vectors<In, T>(rows)), cols, out, ldo);
+  }
+
   // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk. `at`: the element of
   // prob_lanes for a copy.
   const T* block_of(const AllProbs<T>& all, int64_t first, int64_t rows, int64_t keys, int64_t at = 0) const {
@@ -170,6 +177,8 @@ struct ManyRows {
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
     for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
       E* to = q + (n * lanes + first) * block_depth_of<T>(depth);
+      if (first < rows_of_several_vectors<In, T>(rows))
+        return load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
       if (multiplies_vector_of_rows<In, T>(count, rows))
         return load_block_of_queries<E, T>(from + first * ldq, ldq, count, whole_columns(depth), to);
       if constexpr (kReadsKeysInPlace<In, T>)
@@ -188,10 +197,13 @@ struct ManyRows {
       if (!joins_vector_of_rows<In, T>(rest, rows)) return JoinedBlock<E, T>{};
       return JoinedBlock<E, T>{own + first * block_depth, to.at(first, rest, j)};
     };
+    const int64_t several = rows_of_several_vectors<In, T>(rows);
+    if constexpr (kHasVectorsOfRows && std::is_same_v<In, T>)
+      score_several_vectors<In>(own, block_depth, rows, k, keys, scale, to, j, ahead);
     if constexpr (kReadsKeysInPlace<In, T>) {
       for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
-        if (reads_keys_in_place<In, T>(count) && !multiplies_vector_of_rows<In, T>(count, rows) &&
-            !joins_vector_of_rows<In, T>(count, rows))
+        if (first >= several && reads_keys_in_place<In, T>(count) &&
+            !multiplies_vector_of_rows<In, T>(count, rows) && !joins_vector_of_rows<In, T>(count, rows))
           score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j),
                       joined_to(first + count), ahead);
       });
@@ -199,10 +211,13 @@ struct ManyRows {
     }
     const Tile<E> tile =
         Operands::load_keys(k, keys, k_tile, std::max(widest_span<In, T>(rows), kSpanOfVectors));
-    if constexpr (FA_VECTOR_BYTES == 64 || widens_keys_once<In, T>(kMostRowsAtOnce)) {
+    if constexpr (kHasVectorsOfRows && !std::is_same_v<In, T>)
+      score_several_vectors<In>(own, block_depth, rows, Rows<T>{tile.data, tile.ld, depth}, keys, scale, to,
+                                j, ahead);
+    if constexpr (FA_VECTOR_BYTES == 64 || kMayWidenKeys<In>) {
       const int64_t whole_cols = tile.data == k_tile ? whole_columns(depth) : depth;
       for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
-        if (multiplies_vector_of_rows<In, T>(count, rows))
+        if (first >= several && multiplies_vector_of_rows<In, T>(count, rows))
           score_block_of_rows<E>(own + first * block_depth, count, Rows<E>{tile.data, tile.ld, whole_cols},
                                  keys, scale, to.at(first, count, j), k_tile, joined_to(first + count),
                                  ahead);
@@ -212,8 +227,11 @@ struct ManyRows {
   }
   void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
                        int64_t ldo, Prefetcher& ahead) const {
+    const int64_t several = rows_of_several_vectors<In, T>(rows);
+    if constexpr (kHasVectorsOfRows)
+      if (several > 0) add_several_vectors(all, rows, v, keys, ldo, ahead);
     for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
-      if (joins_values<T>(count, rows)) return;  // with the block before it
+      if (first < several || joins_values<T>(count, rows)) return;  // the second: with the block before it
       if constexpr (Operands::kPairsProbs)
         if (all.has_pairs)
           return Operands::add_pairs(pairs_of(all, first, count), count, v, keys, out + first * ldo, ldo,
@@ -231,6 +249,33 @@ struct ManyRows {
 #endif
 
  private:
+  // all.sums += O^T of several vectors of rows.
+  void add_several_vectors(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, int64_t ldo,
+                           Prefetcher& ahead) const {
+    Rows<T> values[kTileChunks];
+    for (int64_t j = 0; j < keys; j += kChunkRows) {
+      const Rows<In>& chunk = v[j / kChunkRows];
+      Rows<T>& to = values[j / kChunkRows];
+      if constexpr (std::is_same_v<In, T>) {
+        to = chunk;
+      } else {
+        T* copy = k_tile + j * round_up_to_lanes<T>(chunk.cols);
+        const Tile<T> wide = Operands::load_keys(chunk, std::min(kChunkRows, keys - j), copy, 1);
+        to = {wide.data, wide.ld, chunk.cols};
+      }
+    }
+    const int64_t distance = (all.transposed ? all.tile_keys : whole_chunks(keys)) * kLanes<T>;
+    for_several_vectors<In, T>(rows, [&](int64_t first, auto vectors) {
+      const auto probs_of = [&](int n) {
+        const int64_t row = first + n * kLanes<T>;
+        return block_of(all, row, std::min<int64_t>(rows - row, kLanes<T>), keys, n * distance);
+      };
+      const RowVectors<T> probs{probs_of(0), distance};
+      for (int n = 1; n < vectors.value; ++n) probs_of(n);  // the next copies, if P was not transposed
+      add_columns_of_values<In, vectors.value>(probs, values, keys, all.first_key == 0,
+                                               all.sums + first * ldo, ldo * kLanes<T>, ahead);
+    });
+  }
   // Returns the number of rows from row `first` on, if they are a block that shares a group of rows with the block before it.
   static int64_t rows_joined_to(int64_t first, int64_t rows) {
     return joins_values<T>(rows - first, rows) ? rows - first : 0;

@@ -15,6 +15,7 @@ struct AllProbs {
   // Only with blocks of lanes: the first key to multiply, and the keys of the LaneTile.
   int64_t first_key = 0, tile_keys = 0;
   bool has_pairs = false;  // each block has pairs of keys in place of P
+  T* sums = nullptr;       // [lanes / L][ldo][L]   the tile's O^T of several vectors of rows
 };
 
 // A left operand and its strides, as in GemmArgs.

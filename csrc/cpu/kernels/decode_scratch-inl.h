@@ -116,7 +116,7 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
   if constexpr (kUsesIntegerLanes<In>)
     if (has_integer_keys(call)) s.integer_lanes = LaneIntegers::allocate(arena, call, heads, block_k);
   s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
-  s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
+  s.sums = arena.take<T>(heads * score_rows<T>(rows) * decode_columns<T>(z.head_dim_v));
   // Only a bounded band can hide keys, or a function of the user.
   const bool may_mask = call.mask || call.functions || call.band.left < Band::kUnbounded ||
                         call.band.right < Band::kUnbounded || call.band.chunks;

@@ -51,7 +51,7 @@ struct DecodeTile {
     return s.scores + n * (form.all_at_once ? lanes * padded_keys : rows * ld);
   }
   T* rescale_of(int64_t n) const { return s.products.many.rescale + n * lanes; }
-  T* sums_of(int64_t n) const { return s.sums + n * rows * d_v; }
+  T* sums_of(int64_t n) const { return s.sums + n * (form.all_at_once ? lanes : rows) * d_v; }
 
   IntegerProducts<In, T> integers() const { return {*this}; }
 
@@ -177,6 +177,8 @@ struct DecodeTile {
           add_some_values_of(n, first, some, rows_from, in_one_place, result_of(n), ahead);
         }
       }
+      for (int64_t n = 0; n < heads.count; ++n)
+        if (!s.added[n] && !integers().multiplies_lanes(n, cache.v_scale)) finish_values_of(n, result_of(n));
       return ahead.finish();
     }
     const int64_t step = form.value_step_of_few_rows(heads.count);
@@ -294,7 +296,7 @@ struct DecodeTile {
       const int64_t step = form.value_step();
       for (int64_t first = 0; first < keys; first += step)
         add_some_values_of(n, first, std::min(step, keys - first), rows_from, true, r, nothing);
-      return;
+      return finish_values_of(n, r);
     }
     for (int64_t j = 0; j < keys; j += kChunkRows)
       add_rows_of_values(n, j, std::min(kChunkRows, keys - j), rows_from(j), nothing);
@@ -307,8 +309,14 @@ struct DecodeTile {
                           const SplitResult<T>& r, Prefetcher& ahead) const {
     s.products.many.add_values(
         {scores_of(n), stays_transposed ? lanes : ld, stays_transposed,
-         stays_transposed && !form.has_blocks ? rescale_of(n) : nullptr, first, padded_keys, pairs_probs(n)},
+         stays_transposed && !form.has_blocks ? rescale_of(n) : nullptr, first, padded_keys, pairs_probs(n),
+         sums_of(n)},
         rows, [&](int64_t j) { return chunk(first + j); }, in_one_place, count, r.out, d_v, ahead);
+  }
+
+  // The last step of add_some_values_of().
+  void finish_values_of(int64_t n, const SplitResult<T>& r) const {
+    if (form.has_blocks) ManyRows<In, T>::finish_values(rows, sums_of(n), z.head_dim_v, r.out, d_v);
   }
 
   // Adds `count` rows of V of one head; the first is key j. Only the first group of rows prefetches.
