@@ -92,9 +92,9 @@ constexpr int64_t lanes_of(int64_t rows) {
 }
 
 // More rows use the panels of the forward's product. Measured with AVX-512: up to 96 rows lanes take 0.66 to 1.0 of the panels'
-// time on Zen 5, and about the same time on Zen 4. With 128 rows they take up to 1.06. AVX2: 40 and 48 rows take 0.88 to 0.92, and 64
-// rows 0.94 to 1.08 (Zen 3).
-constexpr int kMostLaneBlocks = FA_VECTOR_BYTES >= 32 ? 6 : 4;
+// time on Zen 5, and about the same time on Zen 4. With 128 rows they take up to 1.06. AVX2 (Zen 3): 36 to 56 rows take 0.80 to
+// 0.92, and 64 rows 0.88 to 1.03.
+constexpr int kMostLaneBlocks = FA_VECTOR_BYTES == 64 ? 6 : FA_VECTOR_BYTES == 32 ? 8 : 4;
 
 // Returns whether `rows` rows are cut into blocks. Otherwise the forward's matrix product multiplies all of them.
 template <class T>
@@ -106,32 +106,40 @@ constexpr bool uses_lane_blocks(int64_t rows) {
 #endif
 }
 
-// Returns how many lanes, from the first row on, decode_several_vectors-inl.h multiplies: whole blocks. A last block of at most half
-// a vector is multiplied with the vector before it (joins_values()), so this function counts neither of the two. Examples for
-// float32 and 8 lanes: 16 for 13 to 16 rows, 0 for 20, 24 for 21, 16 for 28. Few rows of 16 bits do not pay for the copies.
-template <class In, class T>
-constexpr int64_t rows_of_several_vectors(int64_t rows) {
+// Returns how many lanes, from the first row on, decode_several_vectors-inl.h multiplies: at least `fewest` whole blocks, or 0. A last
+// block of at most half a vector is multiplied with the vector before it (joins_values()), so this function counts neither of the
+// two. Examples for 8 lanes: 16 for 13 to 16 rows, 0 for 20, 24 for 21, 16 for 28.
+template <class T>
+constexpr int64_t lanes_of_several_vectors(int64_t rows, int64_t fewest) {
   if (!kHasVectorsOfRows || !uses_lane_blocks<T>(rows)) return 0;
   const int64_t full = (rows + kLanes<T> / 2 - 1) / kLanes<T>;  // blocks of more than half a vector
   const int64_t together = full - (full * kLanes<T> < rows);
-  constexpr int64_t kFewest = std::is_same_v<In, T> ? 2 : 4;
-  return together < kFewest ? 0 : together * kLanes<T>;
+  return together < fewest ? 0 : together * kLanes<T>;
 }
-
-// Returns how many times several vectors of rows read each row of K and V.
+// The same for S^T. Keys must be elements of T, and only float16 keys are widened anyway.
 template <class In, class T>
-constexpr int64_t readings_of_several_vectors(int64_t rows) {
-  return rows_of_several_vectors<In, T>(rows) / (2 * kLanes<T>);
+constexpr int64_t lanes_scored_together(int64_t rows) {
+  return lanes_of_several_vectors<T>(rows, std::is_same_v<In, BFloat16> ? 4 : 2);
+}
+// The same for P V. Values must be elements of T, and few rows do not pay for a copy.
+template <class In, class T>
+constexpr int64_t lanes_added_together(int64_t rows) {
+  return lanes_of_several_vectors<T>(rows, std::is_same_v<In, T> ? 2 : 4);
 }
 
-// Calls body(first row, vectors) for two or three vectors of these rows at a time.
-template <class In, class T, class Body>
-inline void for_several_vectors(int64_t rows, const Body& body) {
-  const int64_t end = rows_of_several_vectors<In, T>(rows);
+// Returns how many times several vectors, with `lanes` lanes, read each row of K or V.
+template <class T>
+constexpr int64_t readings_of_several_vectors(int64_t lanes) {
+  return lanes / (2 * kLanes<T>);
+}
+
+// Calls body(first row, vectors) for two or three of these vectors at a time.
+template <class T, class Body>
+inline void for_several_vectors(int64_t lanes, const Body& body) {
   int64_t first = 0;
-  for (; end - first != 3 * kLanes<T> && first < end; first += 2 * kLanes<T>)
+  for (; lanes - first != 3 * kLanes<T> && first < lanes; first += 2 * kLanes<T>)
     body(first, std::integral_constant<int, 2>{});
-  if (first < end) body(first, std::integral_constant<int, 3>{});
+  if (first < lanes) body(first, std::integral_constant<int, 3>{});
 }
 
 // Calls body(first row, number of rows) for each block.
@@ -180,7 +188,7 @@ constexpr bool kMayWidenKeys = kHasVectorsOfRows && sizeof(In) == 2;
 template <class In, class T>
 constexpr bool widens_keys_once(int64_t rows) {
   return kMayWidenKeys<In> &&
-         ((std::is_same_v<In, Float16> && rows > kLanes<T> / 2) || rows_of_several_vectors<In, T>(rows) > 0);
+         ((std::is_same_v<In, Float16> && rows > kLanes<T> / 2) || lanes_scored_together<In, T>(rows) > 0);
 }
 
 // Returns whether the last block, of `rows` rows, shares a group of rows of P V with the vector of rows before it: AVX2, and half a
@@ -201,8 +209,8 @@ constexpr bool joins_vector_of_rows(int64_t rows, int64_t all_rows) {
 // Returns whether one pass over the keys multiplies all rows.
 template <class In, class T>
 constexpr bool reads_keys_once(int64_t rows) {
-  if (const int64_t several = rows_of_several_vectors<In, T>(rows); several > 0)
-    return several >= rows && readings_of_several_vectors<In, T>(rows) == 1;
+  if (const int64_t several = lanes_scored_together<In, T>(rows); several > 0)
+    return several >= rows && readings_of_several_vectors<T>(several) == 1;
   const int64_t rest = rows - rows_of_block<In, T>(rows);
   return rest == 0 || joins_vector_of_rows<In, T>(rest, rows);
 }

@@ -43,8 +43,8 @@ struct DecodeForm {
   bool reads_values_again() const { return has_blocks && readings_of_values() > 1; }
   // Returns how many groups of rows read each row of V.
   int64_t readings_of_values() const {
-    const int64_t several = has_integer_values ? 0 : rows_of_several_vectors<In, T>(rows);
-    int64_t readings = several > 0 ? readings_of_several_vectors<In, T>(rows) : 0;
+    const int64_t several = has_integer_values ? 0 : lanes_added_together<In, T>(rows);
+    int64_t readings = readings_of_several_vectors<T>(several);
     for (int64_t first = several, block; first < rows; first += block) {
       block = rows_of_block<In, T>(rows - first);
       if (joins_values<T>(rows - first - block, rows) && !has_integer_values) block = rows - first;
@@ -56,7 +56,7 @@ struct DecodeForm {
   // to 16 key heads in a row of memory, 16 to 64 rows of Q take 0.64 to 0.97 of the time (Zen 5).
   bool copies_values(const TileSource& values) const {
     // Several vectors read 4 or 6 columns of all rows in turn. They have copies of 16 bits.
-    const bool is_read_again = multiplies_several_vectors() ? std::is_same_v<In, T> : reads_values_again();
+    const bool is_read_again = adds_several_vectors() ? std::is_same_v<In, T> : reads_values_again();
     return is_own_type() && values.known && is_read_again && are_far_rows(values.stride);
   }
   bool is_in_one_place(const TileSource& source) const { return is_own_type() && source.in_one_place; }
@@ -92,7 +92,7 @@ struct DecodeForm {
   int64_t value_step() const {
     if (dtype != CacheDType::kOfQuery && has_blocks) return kConvertedRows;
     // Several vectors: 32 rows, so that a copy stays in L1. float32 in place has about the same time with 64 rows.
-    if (multiplies_several_vectors()) return rows_in_l1(z.head_dim_v, (4 << 10) * sizeof(In));
+    if (adds_several_vectors()) return rows_in_l1(z.head_dim_v, (4 << 10) * sizeof(In));
     // AVX2: 64 rows with 128 columns, the distance of prefetches. With 8 adjacent heads in memory, 8 rows of 16 bits take 0.86 to 0.9
     // of the time of 128 rows, and 12 and 16 rows 0.86 and 0.95 (Zen 3, L2 of 512 KiB). Other layouts are equal.
     if (reads_values_again())
@@ -125,7 +125,7 @@ struct DecodeForm {
   int64_t key_step_of_avx2(int64_t heads) const {
     constexpr bool kIsWide = std::is_same_v<In, T>;
     // Many groups of 4 or 6 keys. 32 rows of 16 bits take 0.97 of the time of 48 keys.
-    if (multiplies_several_vectors()) return std::min<int64_t>(96, keys);
+    if (lanes_scored_together<In, T>(rows) > 0) return std::min<int64_t>(96, keys);
     if (heads > 1) {  // 0.93 to 0.98 from 7 rows on (float32: 9); 1.12 for 2 rows
       const bool has_long_turns = rows > (kIsWide ? kLanes<T> : kMostValueRows);
       return std::min(has_long_turns ? 2 * kChunkRows : kChunkRows, keys);
@@ -135,8 +135,8 @@ struct DecodeForm {
       return rows_in_l1(z.head_dim, (8 << 10) * sizeof(In));
     return kIsWide ? kChunkRows : keys;  // 16 bits 0.93 to 0.97, float32 1.04
   }
-  // Whether several vectors of rows are multiplied at once, maybe with other blocks after them.
-  bool multiplies_several_vectors() const { return has_blocks && rows_of_several_vectors<In, T>(rows) > 0; }
+  // Whether P V of several vectors of rows is computed at once, maybe with other blocks after them.
+  bool adds_several_vectors() const { return has_blocks && lanes_added_together<In, T>(rows) > 0; }
   bool has_groups(bool is_integer, const CacheGroups& groups) const {
     return LaneIntegers::kHasGroups && is_integer && dtype == CacheDType::kInt4 && has_groups_of(groups);
   }

@@ -136,7 +136,7 @@ struct ManyRows {
   // O += the sums of a tile, after its last add_values(). Only several vectors of rows have such sums.
   static void finish_values(int64_t rows, const T* sums, int64_t cols, T* out, int64_t ldo) {
     if constexpr (kHasVectorsOfRows)
-      add_transposed(sums, std::min(rows, rows_of_several_vectors<In, T>(rows)), cols, out, ldo);
+      add_transposed(sums, std::min(rows, lanes_added_together<In, T>(rows)), cols, out, ldo);
   }
 
   // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk. `at`: the element of
@@ -177,7 +177,7 @@ struct ManyRows {
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
     for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
       E* to = q + (n * lanes + first) * block_depth_of<T>(depth);
-      if (first < rows_of_several_vectors<In, T>(rows))
+      if (first < lanes_scored_together<In, T>(rows))
         return load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
       if (multiplies_vector_of_rows<In, T>(count, rows))
         return load_block_of_queries<E, T>(from + first * ldq, ldq, count, whole_columns(depth), to);
@@ -197,7 +197,7 @@ struct ManyRows {
       if (!joins_vector_of_rows<In, T>(rest, rows)) return JoinedBlock<E, T>{};
       return JoinedBlock<E, T>{own + first * block_depth, to.at(first, rest, j)};
     };
-    const int64_t several = rows_of_several_vectors<In, T>(rows);
+    const int64_t several = lanes_scored_together<In, T>(rows);
     if constexpr (kHasVectorsOfRows && std::is_same_v<In, T>)
       score_several_vectors<In>(own, block_depth, rows, k, keys, scale, to, j, ahead);
     if constexpr (kReadsKeysInPlace<In, T>) {
@@ -227,7 +227,7 @@ struct ManyRows {
   }
   void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
                        int64_t ldo, Prefetcher& ahead) const {
-    const int64_t several = rows_of_several_vectors<In, T>(rows);
+    const int64_t several = lanes_added_together<In, T>(rows);
     if constexpr (kHasVectorsOfRows)
       if (several > 0) add_several_vectors(all, rows, v, keys, ldo, ahead);
     for_each_lane_block<In, T>(rows, [&](int64_t first, int64_t count) {
@@ -265,7 +265,7 @@ struct ManyRows {
       }
     }
     const int64_t distance = (all.transposed ? all.tile_keys : whole_chunks(keys)) * kLanes<T>;
-    for_several_vectors<In, T>(rows, [&](int64_t first, auto vectors) {
+    for_several_vectors<T>(lanes_added_together<In, T>(rows), [&](int64_t first, auto vectors) {
       const auto probs_of = [&](int n) {
         const int64_t row = first + n * kLanes<T>;
         return block_of(all, row, std::min<int64_t>(rows - row, kLanes<T>), keys, n * distance);
