@@ -116,12 +116,12 @@ constexpr int64_t lanes_of_several_vectors(int64_t rows, int64_t fewest) {
   const int64_t together = full - (full * kLanes<T> < rows);
   return together < fewest ? 0 : together * kLanes<T>;
 }
-// The same for S^T. Keys must be elements of T, and only float16 keys are widened anyway.
+// The same for S^T. Fewer rows read bfloat16 keys in place. Other keys are elements of T, or widened for any number of rows.
 template <class In, class T>
 constexpr int64_t lanes_scored_together(int64_t rows) {
   return lanes_of_several_vectors<T>(rows, std::is_same_v<In, BFloat16> ? 4 : 2);
 }
-// The same for P V. Values must be elements of T, and few rows do not pay for a copy.
+// The same for P V. Only many rows pay for a copy of 16-bit values.
 template <class In, class T>
 constexpr int64_t lanes_added_together(int64_t rows) {
   return lanes_of_several_vectors<T>(rows, std::is_same_v<In, T> ? 2 : 4);
