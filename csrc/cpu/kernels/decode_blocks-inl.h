@@ -107,8 +107,8 @@ constexpr bool uses_lane_blocks(int64_t rows) {
 }
 
 // Returns how many lanes, from the first row on, decode_several_vectors-inl.h multiplies: at least `fewest` whole blocks, or 0. A last
-// block of at most half a vector is multiplied with the vector before it (joins_values()), so this function counts neither of the
-// two. Examples for 8 lanes: 16 for 13 to 16 rows, 0 for 20, 24 for 21, 16 for 28.
+// block of at most half a vector may be multiplied with the vector before it (joins_values()), so this function counts neither of
+// the two. Examples for 8 lanes: 16 for 13 to 16 rows, 0 for 20, 24 for 21, 16 for 28.
 template <class T>
 constexpr int64_t lanes_of_several_vectors(int64_t rows, int64_t fewest) {
   if (!kHasVectorsOfRows || !uses_lane_blocks<T>(rows)) return 0;

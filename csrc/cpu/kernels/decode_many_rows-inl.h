@@ -50,11 +50,11 @@ struct ManyRows {
 
   E* q;           // [heads of a task][D][lanes]   Q^T in panels
   T* scores;      // [block_k][lanes]              S^T, if other steps than the softmax follow
-  T* prob_lanes;  // [block_k][lanes]           P^T, if P was not transposed
-  E* k_tile;  // [block_k][D or D_v]           only if the caller's k cannot be read directly; or widened values
-  E* v_panel;  // [block_k][kPanel]             likewise; Pair: pairs across the keys
-  E* probs;    // [lanes][block_k / 2]          Pair only
-  T* rescale;  // [heads of a task][lanes]
+  T* prob_lanes;  // [block_k][lanes]              P^T, if P was not transposed
+  E* k_tile;      // [block_k][D or D_v]           keys that cannot be read directly, then widened values
+  E* v_panel;     // [block_k][kPanel]             the same for values; Pair: pairs across the keys
+  E* probs;       // [lanes][block_k / 2]          Pair only
+  T* rescale;     // [heads of a task][lanes]
 
   static ManyRows allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
                            int64_t block_k) {

@@ -28,6 +28,20 @@ struct RowVectors {
 template <int kVectors>
 constexpr int kElementsAtOnce = kVectors == 3 ? 4 : 6;
 
+// Calls body(first, n) for groups of n = N, 4 or 1 of `count` keys or columns. Groups of 4 come first, so that only whole groups of N
+// remain: a page of 16 keys is 4 + 6 + 6, and 8 keys are 4 + 4.
+template <int N, class Body>
+FA_INLINE void for_each_group(int64_t count, const Body& body) {
+  int64_t first = 0;
+  const auto call = [&](auto n) FA_INLINE_LAMBDA {
+    body(first, n);
+    first += n.value;
+  };
+  while (count - first >= 4 && (count - first) % N != 0) call(std::integral_constant<int, 4>{});
+  while (count - first >= N) call(std::integral_constant<int, N>{});
+  while (count - first >= 1) call(std::integral_constant<int, 1>{});
+}
+
 // sum[v][n] += element(n) * vector v. `rows`: the first vector; the others are at `distance`.
 template <int kVectors, int N, class T, class Element>
 FA_INLINE void add_elements(Vec<T> (&sum)[kVectors][N], const T* rows, int64_t distance,
@@ -70,16 +84,9 @@ FA_INLINE void score_keys(const RowVectors<T>& q, const Rows<T>& k, int64_t j, T
 template <class In, int kVectors, class T>
 FA_NOINLINE void score_all_keys(const RowVectors<T>& q, const Rows<T>& k, int64_t keys, T scale, T* out,
                                 int64_t distance, Prefetcher& ahead) {
-  constexpr int N = kElementsAtOnce<kVectors>;
-  int64_t j = 0;
-  const auto score = [&](auto count) FA_INLINE_LAMBDA {
-    score_keys<In, kVectors, count.value>(q, k, j, scale, out, distance, ahead);
-    j += count.value;
-  };
-  // 4 keys take less time than 2 and 2: 16 keys, a page, are 6 + 6 + 4, and 8 keys are 4 + 4.
-  while (keys - j >= N && (N == 4 || keys - j != 8)) score(std::integral_constant<int, N>{});
-  while (keys - j >= 4) score(std::integral_constant<int, 4>{});
-  while (keys - j >= 1) score(std::integral_constant<int, 1>{});
+  for_each_group<kElementsAtOnce<kVectors>>(keys, [&](int64_t j, auto n) FA_INLINE_LAMBDA {
+    score_keys<In, kVectors, n.value>(q, k, j, scale, out, distance, ahead);
+  });
 }
 
 // S^T of lanes_scored_together(). `q`: blocks at distance L * block_depth. `k`: the first row is key `first_key` of the
@@ -124,16 +131,9 @@ FA_INLINE void add_columns(const RowVectors<T>& probs, const Rows<T>* chunk, int
 template <class In, int kVectors, class T>
 FA_NOINLINE void add_columns_of_values(const RowVectors<T>& probs, const Rows<T>* v, int64_t keys,
                                        bool is_first, T* sums, int64_t distance, Prefetcher& ahead) {
-  constexpr int N = kElementsAtOnce<kVectors>;
-  const int64_t cols = v->cols;
-  int64_t c = 0;
-  const auto add = [&](auto count) FA_INLINE_LAMBDA {
-    add_columns<In, kVectors, count.value>(probs, v, c, keys, is_first, sums, distance, ahead);
-    c += count.value;
-  };
-  while (cols - c >= 4 && (cols - c) % N != 0) add(std::integral_constant<int, 4>{});
-  while (cols - c >= N) add(std::integral_constant<int, N>{});
-  while (cols - c >= 1) add(std::integral_constant<int, 1>{});
+  for_each_group<kElementsAtOnce<kVectors>>(v->cols, [&](int64_t c, auto n) FA_INLINE_LAMBDA {
+    add_columns<In, kVectors, n.value>(probs, v, c, keys, is_first, sums, distance, ahead);
+  });
 }
 
 // O += O^T of a tile, `rows` x `cols`. `sums`: vectors at distance ldo * L. ldo is a multiple of L.
