@@ -3,7 +3,8 @@
 //   decode_lanes-inl.h            every block without another form
 //   decode_vector_of_rows-inl.h   AVX2, AVX-512: a block that needs a whole vector
 //   decode_several_vectors-inl.h  AVX2: two or three such blocks at once
-//   decode_sums_of_columns-inl.h  AVX2, and AVX-512 without products of bfloat16: at most half a vector of rows, and keys of 16 bits
+//   decode_sums_of_columns-inl.h  AVX2, and AVX-512 without products of bfloat16: keys of 16 bits, and at most half a vector of rows
+//                                 (float16 on AVX2: a whole one)
 //
 // More rows than kMostLaneBlocks vectors are not cut: decode_many_rows-inl.h multiplies them by panels.
 //
@@ -167,10 +168,16 @@ struct LaneTile {
 template <class In, class T>
 constexpr bool kReadsKeysInPlace = kHasVectorsOfRows || (kHasSumsOfColumns && !std::is_same_v<In, T>);
 
+// The most rows of a block of decode_sums_of_columns-inl.h. AVX2: float16 has a whole vector of rows. There a conversion takes as
+// long as a multiply-add, and one conversion serves all rows.
+template <class In, class T>
+constexpr int64_t kMostRowsOfColumns =
+    kHasVectorsOfRows && std::is_same_v<In, Float16> ? kLanes<T> : kLanes<T> / 2;
+
 // Returns whether decode_sums_of_columns-inl.h computes the scores of a block of `rows` rows.
 template <class In, class T>
 constexpr bool columns_are_lanes(int64_t rows) {
-  return kReadsKeysInPlace<In, T> && !std::is_same_v<In, T> && rows <= kLanes<T> / 2;
+  return kReadsKeysInPlace<In, T> && !std::is_same_v<In, T> && rows <= kMostRowsOfColumns<In, T>;
 }
 
 // Returns whether one of these two files computes the scores of a block of `rows` rows.
@@ -181,14 +188,15 @@ constexpr bool reads_keys_in_place(int64_t rows) {
   return span_of<T>(rows) == 1 || !std::is_same_v<In, T>;
 }
 
-// Returns whether vectors of rows multiply keys that were widened once. AVX2: several vectors do. Otherwise each block converts
-// float16 again. 5 to 8 rows take 0.94 to 1.0 of the time (Zen 3).
+// Returns whether vectors of rows multiply keys that were widened once. AVX2: several vectors do, and several blocks of float16, which
+// would convert each key again. With 9 and 10 rows the copy takes longer than these conversions: without it they take 0.85 to 0.94
+// of the time (Zen 3).
 template <class In>
 constexpr bool kMayWidenKeys = kHasVectorsOfRows && sizeof(In) == 2;
 template <class In, class T>
 constexpr bool widens_keys_once(int64_t rows) {
-  return kMayWidenKeys<In> &&
-         ((std::is_same_v<In, Float16> && rows > kLanes<T> / 2) || lanes_scored_together<In, T>(rows) > 0);
+  return kMayWidenKeys<In> && ((std::is_same_v<In, Float16> && rows > kLanes<T> * 5 / 4) ||
+                               lanes_scored_together<In, T>(rows) > 0);
 }
 
 // Returns whether the last block, of `rows` rows, shares a group of rows of P V with the vector of rows before it: AVX2, and half a
@@ -199,8 +207,8 @@ constexpr bool joins_values(int64_t rows, int64_t all_rows) {
   return kHasVectorsOfRows && all_rows > kLanes<T> && rows > 0 && span_of<T>(rows) == 2;
 }
 
-// Returns whether the scores of this block are computed together with the scores of that vector: elements of T. A key is loaded once
-// for both, and more sums hide the latency of multiply-adds.
+// Returns whether the scores of the last block are computed together with the scores of the vector of rows before it: elements of T. A
+// key is loaded once for both, and more sums hide the latency of multiply-adds.
 template <class In, class T>
 constexpr bool joins_vector_of_rows(int64_t rows, int64_t all_rows) {
   return joins_values<T>(rows, all_rows) && (std::is_same_v<In, T> || widens_keys_once<In, T>(all_rows));

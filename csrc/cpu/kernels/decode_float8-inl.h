@@ -257,7 +257,7 @@ struct DecodeFloat8 {
       if (count == 1)
         body(row, std::integral_constant<int, 1>{}, own);
       else
-        for_column_form(count, [&](auto few) { body(row, few, own); });
+        for_column_form<BFloat16>(count, [&](auto few) { body(row, few, own); });
     }
   }
 };

@@ -107,7 +107,7 @@ struct IntegerColumns {
         factors[i] = factor;
         if (planes == 2) starts[i] = -static_cast<int32_t>(kInt4Zero) * sum;
       }
-      for_column_form(rows, [&](auto form_rows) { copy_row<form_rows.value>(r, to); });
+      for_column_form<BFloat16>(rows, [&](auto form_rows) { copy_row<form_rows.value>(r, to); });
     }
   }
 
@@ -118,7 +118,7 @@ struct IntegerColumns {
     const S32 start = load_sums(starts + n * L);
     const F32 of_lanes = load<float>(factors + n * L) * factor;
     const auto score = [&](auto columns) {
-      for_column_form(rows, [&](auto form_rows) {
+      for_column_form<BFloat16>(rows, [&](auto form_rows) {
         constexpr int R = form_rows.value;
         for (int64_t j = 0; j < keys; j += kColumnKeys<R>, out += L)
           score_integer_columns<decltype(columns), R>(q + n * head_pairs(), start, k, j, keys, of_lanes, out,

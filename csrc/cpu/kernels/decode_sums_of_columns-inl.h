@@ -1,5 +1,5 @@
-// S^T of decode on AVX2, and on AVX-512 without dot products of bfloat16, for a block of at most L / 2 rows and keys of 16
-// bits.
+// S^T of decode on AVX2, and on AVX-512 without dot products of bfloat16, for keys of 16 bits and a block of at most L / 2 rows, or L
+// rows of float16 on AVX2.
 //
 // The lanes are columns: L columns of a key, or L / 2 columns of each of two keys. A vector of columns is read and widened
 // in registers, and multiplied by each row:
@@ -9,7 +9,8 @@
 // The blocks of decode_lanes-inl.h need a widened copy of the keys. To write and read the copy took as long as the
 // multiply-adds. The blocks of decode_vector_of_rows-inl.h widen a vector for each two multiply-adds. Here a widened vector
 // serves all rows: on AVX2 with 2 to 4 rows, float16 takes 0.84 to 0.90 of the time and bfloat16 0.90 to 1.02 (Zen 3,
-// memory). L sums, one for each (key, row), are reduced to one vector of S^T at the end.
+// memory). With 5 to 8 rows float16 takes 0.74 to 0.95 of the time with a copy of the keys as float32. L sums, one for each (key,
+// row), are reduced to one vector of S^T at the end.
 #pragma once
 
 #include "decode_lane_values-inl.h"
@@ -33,17 +34,28 @@ struct ColumnForm {
   static constexpr int kVectors = Columns::kVectors, kStep = kVectors * kLanes<T>;  // columns of a step
   static constexpr int kLanesOut = static_cast<int>(lanes_of<T>(R));
   // As many sums as fit the registers.
-  static constexpr int kKeys = kHasVectorsOfRows ? (R > 2 ? 2 : 4)
+  static constexpr int kKeys = kHasVectorsOfRows ? (R > 6   ? 1
+                                                    : R > 2 ? 2
+                                                            : 4)
                                : kHasTwoKeys<In> ? (R > 4 ? 4 : 8)
                                                  : (R > 6 ? 2 : 4);
+  // Whether a prefetch serves several blocks of keys, or a part of one block. AVX2, float16: 6 rows take 0.97 of the time, 8 rows 0.96,
+  // but 4 rows 1.02 to 1.05 (Zen 3).
+  static constexpr bool kHasLongPrefetches = kHasVectorsOfRows && R > 4;
 };
 
 // Calls body(R) for the least number of rows with a form: R >= rows.
-template <class Body>
+template <class In, class Body>
 inline void for_column_form(int64_t rows, const Body& body) {
-  if constexpr (kHasVectorsOfRows) {  // L / 2 = 4
+  if constexpr (kHasVectorsOfRows) {
     if (rows <= 2) return body(std::integral_constant<int, 2>{});
     if (rows == 3) return body(std::integral_constant<int, 3>{});
+    if constexpr (kMostRowsOfColumns<In, float> > 4) {
+      if (rows == 5) return body(std::integral_constant<int, 5>{});
+      if (rows == 6) return body(std::integral_constant<int, 6>{});
+      if (rows == 7) return body(std::integral_constant<int, 7>{});
+      if (rows == 8) return body(std::integral_constant<int, 8>{});
+    }
     body(std::integral_constant<int, 4>{});
   } else {
     if (rows <= 4) return body(std::integral_constant<int, 4>{});
@@ -87,7 +99,7 @@ FA_INLINE V sum_each_by_parts(V (&sum)[kLanes<T>]) {
 template <class In, class T>
 inline void load_columns_of_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to) {
   constexpr int L = kLanes<T>, kVectors = WideValues<In, T>::kVectors;
-  for_column_form(rows, [&](auto form_rows) {
+  for_column_form<In>(rows, [&](auto form_rows) {
     if constexpr (kHasTwoKeys<In>) {
       for (int64_t c = 0; c < ceil_div(depth, L) * L; c += kHalf<T>)
         for (int64_t r = 0; r < form_rows.value; ++r)
@@ -130,7 +142,8 @@ FA_INLINE void sums_of_columns(const T* q, const Rows<In>& k, int64_t j, int64_t
   // Columns between two prefetches.
   constexpr int64_t kAtOnce = std::max<int64_t>(kBytesOfPrefetch / (N * sizeof(In)), Form::kStep);
   for (int64_t c = 0; c < k.cols; c += Form::kStep, q += kVectors * R * L) {
-    if (c % kAtOnce == 0) ahead.lines(lines_of<In>(N * std::min<int64_t>(kAtOnce, k.cols - c)));
+    if (!Form::kHasLongPrefetches && c % kAtOnce == 0)
+      ahead.lines(lines_of<In>(N * std::min<int64_t>(kAtOnce, k.cols - c)));
     Vec<T> columns[N][kVectors];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) Form::Columns::load(key[n] + c, 0, false, Form::kStep, columns[n]);
@@ -138,7 +151,9 @@ FA_INLINE void sums_of_columns(const T* q, const Rows<In>& k, int64_t j, int64_t
     for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const Vec<T> query = in_register(load<T>(q + (v * R + r) * L));
+        Vec<T> query = load<T>(q + (v * R + r) * L);
+        // One load for several keys. For one key it is a part of the multiply-add: fewer instructions.
+        if constexpr (N > 1) query = in_register(query);
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) sum[n][r] = multiply_add(sum[n][r], query, columns[n][v]);
       }
@@ -208,7 +223,7 @@ template <class In, class T>
 inline void score_sums_of_columns(const T* q, int64_t rows, const Rows<In>& keys_in_place, int64_t keys,
                                   T scale, T* out, In* copy, Prefetcher& ahead) {
   const Rows<In> k = with_whole_steps(keys_in_place, keys, WideValues<In, T>::kVectors * kLanes<T>, copy);
-  for_column_form(rows, [&](auto form_rows) {
+  for_column_form<In>(rows, [&](auto form_rows) {
     using Form = ColumnForm<In, T, form_rows.value>;
 #if defined(FA_TWO_16_BYTES)
     if constexpr (kHasTwoKeys<In>) {
@@ -217,7 +232,14 @@ inline void score_sums_of_columns(const T* q, int64_t rows, const Rows<In>& keys
       return;
     }
 #endif
-    for (int64_t j = 0; j < keys; j += Form::kKeys)
-      sums_of_columns<In, T, form_rows.value>(q, k, j, keys, scale, out + j * Form::kLanesOut, ahead);
+    constexpr int64_t kBytesOfLongPrefetch = 512;
+    const int64_t blocks = std::max<int64_t>(kBytesOfLongPrefetch / (k.cols * Form::kKeys * sizeof(In)), 1),
+                  at_once = Form::kHasLongPrefetches ? blocks * Form::kKeys : keys;
+    for (int64_t first = 0; first < keys; first += at_once) {
+      const int64_t end = std::min(first + at_once, keys);
+      if (Form::kHasLongPrefetches) ahead.lines(lines_of<In>((end - first) * k.cols));
+      for (int64_t j = first; j < end; j += Form::kKeys)
+        sums_of_columns<In, T, form_rows.value>(q, k, j, keys, scale, out + j * Form::kLanesOut, ahead);
+    }
   });
 }

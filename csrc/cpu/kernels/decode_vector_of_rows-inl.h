@@ -1,5 +1,5 @@
-// S^T of decode for a block of at most L rows that need a whole vector. With keys of 16 bits, AVX2 has another form for at most
-// L / 2 rows (decode_sums_of_columns-inl.h).
+// S^T of decode for a block of at most L rows that need a whole vector. On AVX2, decode_sums_of_columns-inl.h has another form for at
+// most L / 2 rows of bfloat16, and for one block of float16.
 //
 // A load broadcasts kSpan neighbouring columns of a key, and kBlocks multiply-adds use it. With one load for each
 // multiply-add the loads would be the limit: these CPUs have two of each in a cycle.
@@ -9,8 +9,8 @@
 //
 //   q0[c] q0[c+1] q1[c] q1[c+1] q4[c] ...  times  k[c] k[c+1] k[c] k[c+1] k[c] ...
 //
-// AVX2 widens bfloat16 keys in registers, after the broadcast, so no copy of them is written. A copy of float16 keys is float32
-// (widens_keys_once()).
+// AVX2 widens bfloat16 keys in registers, after the broadcast, so no copy of them is written. Several blocks of float16 share a copy
+// of the keys as float32 (widens_keys_once()).
 #pragma once
 
 #include "decode_lanes-inl.h"
