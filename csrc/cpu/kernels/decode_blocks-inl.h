@@ -107,14 +107,22 @@ constexpr bool uses_lane_blocks(int64_t rows) {
 #endif
 }
 
-// Returns how many lanes, from the first row on, decode_several_vectors-inl.h multiplies: at least `fewest` whole blocks, or 0. A last
-// block of at most half a vector may be multiplied with the vector before it (joins_values()), so this function counts neither of
-// the two. Examples for 8 lanes: 16 for 13 to 16 rows, 0 for 20, 24 for 21, 16 for 28.
+// Returns whether the last block, of `rows` rows, shares a group of rows of P V with the vector of rows before it: AVX2, and half a
+// vector of rows. Example: 8 + 4 rows are two groups of 6 in place of groups of 6, 2 and 4. So 12 rows of float32 take 0.9 of the time
+// (Zen 3).
+template <class T>
+constexpr bool joins_values(int64_t rows, int64_t all_rows) {
+  return kHasVectorsOfRows && all_rows > kLanes<T> && rows > 0 && span_of<T>(rows) == 2;
+}
+
+// Returns how many lanes, from the first row on, decode_several_vectors-inl.h multiplies: at least `fewest` whole blocks, or 0. It
+// does not count a last block of at most half a vector, and the vector that this block joins. Examples for 8 lanes: 16 for 13 to 18
+// rows, 0 for 20, 24 for 21, 16 for 28.
 template <class T>
 constexpr int64_t lanes_of_several_vectors(int64_t rows, int64_t fewest) {
   if (!kHasVectorsOfRows || !uses_lane_blocks<T>(rows)) return 0;
   const int64_t full = (rows + kLanes<T> / 2 - 1) / kLanes<T>;  // blocks of more than half a vector
-  const int64_t together = full - (full * kLanes<T> < rows);
+  const int64_t together = full - joins_values<T>(rows - full * kLanes<T>, rows);
   return together < fewest ? 0 : together * kLanes<T>;
 }
 // The same for S^T. Fewer rows read bfloat16 keys in place. Other keys are elements of T, or widened for any number of rows.
@@ -197,14 +205,6 @@ template <class In, class T>
 constexpr bool widens_keys_once(int64_t rows) {
   return kMayWidenKeys<In> && ((std::is_same_v<In, Float16> && rows > kLanes<T> * 5 / 4) ||
                                lanes_scored_together<In, T>(rows) > 0);
-}
-
-// Returns whether the last block, of `rows` rows, shares a group of rows of P V with the vector of rows before it: AVX2, and half a
-// vector of rows. Example: 8 + 4 rows are two groups of 6 in place of groups of 6, 2 and 4. So 12 rows of float32 take 0.9 of the time
-// (Zen 3).
-template <class T>
-constexpr bool joins_values(int64_t rows, int64_t all_rows) {
-  return kHasVectorsOfRows && all_rows > kLanes<T> && rows > 0 && span_of<T>(rows) == 2;
 }
 
 // Returns whether the scores of the last block are computed together with the scores of the vector of rows before it: elements of T. A
