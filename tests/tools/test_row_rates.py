@@ -60,6 +60,7 @@ def test_a_dip_is_named(monkeypatch, tmp_path):
     ((left, right, ratio),) = curve["dips"]
     assert (left, right) == (4, 8)
     assert ratio == pytest.approx(0.5, abs=0.02)
+    assert curve["fast_GFLOP/s"] == curve["GFLOP/s"]  # all calls take the same time
     assert "4 to 8 rows: 0.49" in (tmp_path / "text").read_text()
 
 

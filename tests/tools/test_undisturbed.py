@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from benchmarks import undisturbed
-from benchmarks.undisturbed import FEWEST, Undisturbed
+from benchmarks.undisturbed import FEWEST, Undisturbed, fastest_tenth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,3 +64,8 @@ def test_a_call_and_its_tensors_are_not_kept_alive():
     del call
     gc.collect()
     assert alive() is None
+
+
+def test_a_tenth_of_the_calls_do_not_exceed_the_fast_time():
+    times = [float(n) for n in range(101)]
+    assert fastest_tenth(times[::-1]) == 10.0
