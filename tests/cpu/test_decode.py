@@ -146,6 +146,19 @@ def test_a_chunk_of_queries_against_a_long_cache(isa, dtype, seqlen_q):
 
 
 @dtypes
+@pytest.mark.parametrize("seqlen_q", [33, 40, 48, 55, 56, 57])
+def test_a_chunk_that_sees_two_mebibytes_of_keys_and_values(isa, dtype, seqlen_q):
+    """AVX2 has up to 56 queries in the decode kernel, and AVX-512 up to 128."""
+    seqlen_k = (2 << 20) // (2 * 128 * dtype.itemsize) + seqlen_q  # the causal mask hides keys of the last tiles
+    q, k, v = (t.detach() for t in make_qkv(1, 1, seqlen_q, seqlen_k, 128, dtype=dtype))
+    for causal in (None, "lower_right"):
+        check_forward_against_reference(q, k, v, causal=causal)
+        out = flash_attn(q, k, v, causal=causal)
+        two = flash_attn(*(t.repeat(1, 2, 1, 1) for t in (q, k, v)), causal=causal)
+        assert torch.equal(two, out.repeat(1, 2, 1, 1))
+
+
+@dtypes
 @pytest.mark.parametrize("window", [None, (300, 0), (40, 3), (5000, 0)], ids=str)
 def test_long_tiles_beside_tiles_that_the_band_cuts(isa, dtype, window):
     """A tile has up to 512 keys if every query sees them. One shape for each form: rows, blocks of lanes, panels."""

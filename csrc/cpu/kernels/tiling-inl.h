@@ -71,12 +71,16 @@ constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 512, kMostDecodeScores = 1
 // Up to 16 rows have 256 keys in short caches, too: a split has at least 256 keys, so more tiles would serve no thread.
 constexpr int64_t kRowsOfMoreKeys = 16, kMoreDecodeKeys = 256;
 // Decode has up to 8 queries. With more queries the forward's tile was measured to be faster, with two exceptions: up to 32
-// queries of at least 512 keys, and on AVX-512 up to 128 queries and 256 rows of a group, if they see at least 2 MiB of K and V
-// of a head.
+// queries of at least 512 keys, and a long chunk, whose queries see at least 2 MiB of K and V of a head. AVX-512: up to 128 queries and
+// 256 rows of a group. AVX2: up to 56 rows, as several vectors of rows. 40 and 56 rows take 0.92 to 0.97 of the time, in pages 0.84 to
+// 0.90; 48 rows, a tile of the forward, 0.98 to 1.02, in pages 0.90 to 0.99; but 64 rows 0.97 to 1.06 (Zen 3).
 constexpr int64_t kDecodeMaxQueries = 8;
 constexpr int64_t kDecodeMaxChunk = 32, kDecodeMinKeysOfChunk = 512;
-constexpr int64_t kDecodeMaxLongChunk = FA_VECTOR_BYTES == 64 ? 128 : kDecodeMaxChunk,
-                  kDecodeMaxRowsOfLongChunk = 256, kDecodeMinBytesOfLongChunk = 2 << 20;
+constexpr int64_t kDecodeMaxLongChunk = FA_VECTOR_BYTES == 64   ? 128
+                                        : FA_VECTOR_BYTES == 32 ? 56
+                                                                : kDecodeMaxChunk,
+                  kDecodeMaxRowsOfLongChunk = FA_VECTOR_BYTES == 64 ? 256 : kDecodeMaxLongChunk,
+                  kDecodeMinBytesOfLongChunk = 2 << 20;
 constexpr int64_t kDecodeTasks =
     256;  // splits the keys until a batch of one has two tasks for each of 128 threads,
 constexpr int64_t kDecodeMinKeys =
