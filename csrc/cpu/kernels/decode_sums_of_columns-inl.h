@@ -44,7 +44,8 @@ struct ColumnForm {
   static constexpr bool kHasLongPrefetches = kHasVectorsOfRows && R > 4;
 };
 
-// Calls body(R) for the least number of rows with a form: R >= rows.
+// Calls body(R) for the least number of rows with a form: R >= rows. In: the type of the keys. Codes of 8 and 4 bits have the forms of
+// BFloat16.
 template <class In, class Body>
 inline void for_column_form(int64_t rows, const Body& body) {
   if constexpr (kHasVectorsOfRows) {
