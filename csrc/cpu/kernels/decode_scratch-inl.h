@@ -99,8 +99,12 @@ template <class In, class T>
 DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads,
                                              int threads) {
   const Sizes& z = call.sizes;
-  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxLongChunk);
-  const int64_t rows = z.heads / z.heads_kv * seqlen_q;
+  const int64_t group = z.heads / z.heads_kv;
+  // is_decode() is false for a sequence with more queries than most_queries.
+  const int64_t long_chunk = std::min(kDecodeMaxLongChunk, kDecodeMaxRowsOfLongChunk / group);
+  const int64_t most_queries = std::max(kDecodeMaxChunk, long_chunk);
+  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, most_queries);
+  const int64_t rows = group * seqlen_q;
   // A packed sequence can have fewer rows than the call, and so larger tiles.
   const int64_t block_k = fitted(call.varlen ? kMostDecodeKeys : decode_block_k(call), z.seqlen_k);
   DecodeScratch<In, T> s;
