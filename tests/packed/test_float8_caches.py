@@ -116,6 +116,24 @@ def test_special_codes(isa, coded, value):
 
 
 @pytest.mark.parametrize("coded", DTYPES, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_nan_in_each_column(isa, coded, sign):
+    arguments = caches_of(coded, 20, (64, 64))
+    for group in GROUPS:
+        q = torch.randn(1, 1, group * HK, 64)
+        expected = flash_attn_with_kvcache(q, **arguments)
+        for column in range(64):
+            for name in ("k_cache", "v_cache"):
+                codes = arguments[name].clone()
+                codes[0, column % 20, 1, column] = sign * torch.nan
+                out = flash_attn_with_kvcache(q, **(arguments | {name: codes}))
+                is_nan = torch.zeros_like(out, dtype=torch.bool)
+                is_nan[:, :, group:, slice(None) if name == "k_cache" else column] = True
+                assert torch.equal(out.isnan(), is_nan)
+                assert torch.equal(out[~is_nan], expected[~is_nan])
+
+
+@pytest.mark.parametrize("coded", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_queries_that_are_not_finite_reach_only_their_row(isa, coded, value):
     arguments = caches_of(coded, 100)

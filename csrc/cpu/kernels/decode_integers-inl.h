@@ -136,7 +136,8 @@ struct IntegerProducts {
   void add_sums(int64_t n, T* out) const {
     for (int64_t row = 0; row < t.rows; ++row, out += t.d_v) {
       if constexpr (DecodeFloat8::kExists<T>)
-        if (t.form.is_float8) t.s.float8.add_sums(t.sums_of(n) + row * t.d_v, out, t.z.head_dim_v);
+        if (t.form.is_float8)
+          t.s.float8.add_sums(t.sums_of(n) + row * t.d_v, row, t.rows, out, t.z.head_dim_v);
       if constexpr (DecodeNibbles::kExists<In>)
         if (t.form.is_int4) t.s.nibbles.add_sums(n * t.rows + row, out, t.z.head_dim_v);
       if constexpr (DecodeBytes<In>::kExists)
