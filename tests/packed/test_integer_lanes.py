@@ -78,6 +78,22 @@ def test_pages(isa, form, page_size):
         check(torch.randn(1, 1, group * HK, 64).half(), 203, **arguments)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("columns", [(32, 64), (128, 128), (32, 256), (32, 288)])
+def test_bits_do_not_depend_on_the_distance_of_rows(isa, form, columns):
+    """Values 1 KiB apart and more are multiplied in turns of 16, if 4 rows read up to 256 columns."""
+    for keys in (15, 16, 17, 64, 81):
+        arguments = caches_of(form, keys, columns)
+        far = {}
+        for name in ("k_cache", "v_cache"):
+            cache = arguments[name]
+            far[name] = cache.new_zeros(1, keys, 16 * HK, cache.shape[-1])[:, :, 5 : 5 + HK].copy_(cache)
+        for group in (2, 3, 4, 8):
+            q = torch.randn(1, 1, group * HK, columns[0]).bfloat16()
+            out = flash_attn_with_kvcache(q, **(arguments | far))
+            assert torch.equal(out, flash_attn_with_kvcache(q, **arguments))
+
+
 @pytest.mark.parametrize("form", ["int8 token", *INT4])
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 def test_nan_scales_of_hidden_rows_reach_nothing(isa, form, group):
