@@ -30,37 +30,45 @@ struct NibbleColumns {  // the even and the odd columns
 template <int R>
 constexpr int kColumnKeys = span_of<float>(R);
 
-// out = factors * (start + S^T) for kColumnKeys keys from key j on. Keys past `keys` read the last key again. `q`:
+// out = factors * (start + S^T) for `keys` keys, kColumnKeys at a time. Keys past `keys` read the last key again. `q`:
 // [steps][kVectors][R][16 columns].
 template <class Columns, int R>
-FA_NOINLINE void score_integer_columns(const Pair* q, S32 start, const Rows<int8_t>& k, int64_t j,
-                                       int64_t keys, F32 factors, float* out, Prefetcher& ahead) {
+FA_NOINLINE void score_integer_columns(const Pair* q, S32 start, const Rows<int8_t>& k, int64_t keys,
+                                       F32 factors, float* out, Prefetcher& ahead) {
   constexpr int L = kLanes<float>, N = kColumnKeys<R>, kVectors = Columns::kVectors;
   constexpr int64_t kStep = 2 * L, kAtOnce = kBytesOfPrefetch / N;  // bytes
-  S32 sum[N][R];
-  const int8_t* key[N];
-  load_key_addresses(k, j, keys, key);
+  for (int64_t j = 0; j < keys; j += N, out += L) {
+    S32 sum[N][R];
+    const int8_t* key[N];
+    load_key_addresses(k, j, keys, key);
 #pragma GCC unroll 16
-  for (int n = 0; n < N * R; ++n) sum[n / R][n % R] = S32{};
-  for (int64_t c = 0; c < k.cols; c += kStep, q += kVectors * R * L) {
-    if (c % kAtOnce == 0) ahead.lines(lines_of<int8_t>(N * std::min<int64_t>(kAtOnce, k.cols - c)));
-    U32 columns[N][kVectors];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) Columns::load(key[n] + c, columns[n]);
+    for (int n = 0; n < N * R; ++n) sum[n / R][n % R] = S32{};
+    const Pair* step = q;
+    for (int64_t c = 0; c < k.cols;) {
+      const int64_t end = std::min(c + kAtOnce, k.cols);
+      ahead.lines(lines_of<int8_t>(N * (end - c)));
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v)
+      for (; c < end; c += kStep, step += kVectors * R * L) {
+        U32 columns[N][kVectors];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const U32 query = in_register(load_elements(q + (v * R + r) * L));
+        for (int n = 0; n < N; ++n) Columns::load(key[n] + c, columns[n]);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sum[n][r] = multiply_add(sum[n][r], in_register(columns[n][v]), query);
+          for (int r = 0; r < R; ++r) {
+            const U32 query = in_register(load_elements(step + (v * R + r) * L));
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n)
+              sum[n][r] = multiply_add(sum[n][r], in_register(columns[n][v]), query);
+          }
       }
-  }
-  constexpr int kLanesOut = L / N;
-  S32 each[L];
+    }
+    constexpr int kLanesOut = L / N;
+    S32 each[L];
 #pragma GCC unroll 16
-  for (int i = 0; i < L; ++i) each[i] = i % kLanesOut < R ? sum[i / kLanesOut][i % kLanesOut] : S32{};
-  store<float>(out, __builtin_convertvector(sum_each_by_parts<float>(each) + start, F32) * factors);
+    for (int i = 0; i < L; ++i) each[i] = i % kLanesOut < R ? sum[i / kLanesOut][i % kLanesOut] : S32{};
+    store<float>(out, __builtin_convertvector(sum_each_by_parts<float>(each) + start, F32) * factors);
+  }
 }
 
 // Q of the task's heads.
@@ -119,10 +127,8 @@ struct IntegerColumns {
     const F32 of_lanes = load<float>(factors + n * L) * factor;
     const auto score = [&](auto columns) {
       for_column_form<BFloat16>(rows, [&](auto form_rows) {
-        constexpr int R = form_rows.value;
-        for (int64_t j = 0; j < keys; j += kColumnKeys<R>, out += L)
-          score_integer_columns<decltype(columns), R>(q + n * head_pairs(), start, k, j, keys, of_lanes, out,
-                                                      ahead);
+        score_integer_columns<decltype(columns), form_rows.value>(q + n * head_pairs(), start, k, keys,
+                                                                  of_lanes, out, ahead);
       });
     };
     planes == 2 ? score(NibbleColumns{}) : score(ByteColumns{});
