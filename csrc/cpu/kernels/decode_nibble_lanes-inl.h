@@ -52,9 +52,9 @@ enum class KeyNumbers { kOneScale, kScales, kScalesAndZeros };
 // out = factors * S^T for kNibbleKeys keys of `bytes`, at distance `ld`. `pairs`: of parts. `offsets`: sum_c q_c for each part,
 // [parts][lanes], times 8 without zero points. `start`: the first sums of kOneScale.
 template <int kSpan, KeyNumbers kNumbers>
-FA_NOINLINE void nibble_lanes_block(const int8_t* q, S32 start, const float* offsets, int64_t pairs,
-                                    const uint8_t* bytes, int64_t ld, const TileGroups& groups,
-                                    int64_t ld_groups, F32 factors, float* out, Prefetcher& ahead) {
+FA_INLINE void nibble_lanes_block(const int8_t* q, S32 start, const float* offsets, int64_t pairs,
+                                  const uint8_t* bytes, int64_t ld, const TileGroups& groups,
+                                  int64_t ld_groups, F32 factors, float* out, Prefetcher& ahead) {
   constexpr int L = kLanes<float>, N = kNibbleKeys, kParts = kSpan == 1 ? 2 : 1;
   constexpr int kSteps = kSpan == 1 ? 4 : 8 / kSpan;  // of a plane of columns
   typedef int16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
@@ -109,6 +109,17 @@ FA_NOINLINE void nibble_lanes_block(const int8_t* q, S32 start, const float* off
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) sum[n] = __builtin_convertvector(total[n], F32);
   store_span_sums<float, kSpan>(sum, factors, out);
+}
+
+// The same for `keys` keys in one call: calls for each block of keys make a decode step take 1.03 of the time (Zen 3).
+template <int kSpan, KeyNumbers kNumbers>
+FA_NOINLINE void score_nibbles(const int8_t* q, S32 start, const float* offsets, int64_t pairs,
+                               const uint8_t* bytes, int64_t ld, int64_t keys, const TileGroups& groups,
+                               int64_t ld_groups, F32 factors, float* out, Prefetcher& ahead) {
+  constexpr int N = kNibbleKeys;
+  for (int64_t j = 0; j < keys; j += N, out += N * kLanes<float> / kSpan)
+    nibble_lanes_block<kSpan, kNumbers>(q, start, offsets, pairs, bytes + j * ld, ld,
+                                        groups.from(j, ld_groups), ld_groups, factors, out, ahead);
 }
 
 // Q of the task's heads as bytes, and the scales of the tile's keys and values. A head has blocks of rows.
@@ -283,10 +294,9 @@ struct NibbleLanes {
     const int64_t parts = cols / kPart;
     const S32 start = load_sums(starts + block * L);
     const auto score = [&](auto numbers_of_key) {
-      for (int64_t i = 0; i < keys; i += kNibbleKeys)
-        nibble_lanes_block<kSpan, numbers_of_key.value>(
-            q + block * block_bytes(), start, offsets + block * block_offsets(), whole / kTwoParts,
-            bytes + i * whole, whole, some.from(i, parts), parts, of_lanes, to + i * L / kSpan, ahead);
+      score_nibbles<kSpan, numbers_of_key.value>(q + block * block_bytes(), start,
+                                                 offsets + block * block_offsets(), whole / kTwoParts, bytes,
+                                                 whole, keys, some, parts, of_lanes, to, ahead);
     };
     if constexpr (kSpan == 1)  // otherwise IntegerColumns
       if (!has_groups) return score(std::integral_constant<KeyNumbers, KeyNumbers::kOneScale>{});
