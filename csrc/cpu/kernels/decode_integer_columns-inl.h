@@ -58,8 +58,7 @@ FA_NOINLINE void score_integer_columns(const Pair* q, S32 start, const Rows<int8
           for (int r = 0; r < R; ++r) {
             const U32 query = in_register(load_elements(step + (v * R + r) * L));
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n)
-              sum[n][r] = multiply_add(sum[n][r], in_register(columns[n][v]), query);
+            for (int n = 0; n < N; ++n) sum[n][r] = add_product(sum[n][r], in_register(columns[n][v]), query);
           }
       }
     }

@@ -215,7 +215,7 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
         for (int r = 0; r < R; ++r) {
           const auto prob = broadcast_element(r < kOwn ? p + r : p_joined + (r - kOwn));
 #pragma GCC unroll 16
-          for (int n = part; n < part + kPart; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
+          for (int n = part; n < part + kPart; ++n) sum[r][n] = add_product(sum[r][n], prob, value[n]);
         }
         if constexpr (kPart < kVectors) asm volatile("" ::: "memory");  // broadcasts P again
       }

@@ -37,6 +37,15 @@ FA_INLINE V in_register(V x) {
   return x;
 }
 
+// As multiply_add(), and an integer sum stays in its register. The compiler may add integers in any order: it would keep several
+// products, and store other sums in memory.
+template <class Sum, class A, class B>
+FA_INLINE Sum add_product(Sum sum, A a, B b) {
+  sum = multiply_add(sum, a, b);
+  if constexpr (std::is_same_v<Sum, VecIndex<float>>) sum = in_register(sum);
+  return sum;
+}
+
 // Returns kSpan elements from p on, repeated in all spans of a vector.
 template <int kSpan, class E>
 FA_INLINE auto broadcast_span(const E* p) {

@@ -89,7 +89,7 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, 
       for (int r = 0; r < R; ++r) {
         const auto query = load_elements(q + r * ldq + c / kCols * L);
 #pragma GCC unroll 16
-        for (int n = 0; n < kAtOnce; ++n) sum[r][first + n] = multiply_add(sum[r][first + n], query, key[n]);
+        for (int n = 0; n < kAtOnce; ++n) sum[r][first + n] = add_product(sum[r][first + n], query, key[n]);
       }
     }
   }
@@ -221,7 +221,7 @@ FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<In>& 
     for (int r = 0; r < R; ++r) {
       const auto prob = broadcast_element(probs + r * ld + j / 2);
 #pragma GCC unroll 16
-      for (int n = 0; n < 2 * NV; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
+      for (int n = 0; n < 2 * NV; ++n) sum[r][n] = add_product(sum[r][n], prob, value[n]);
     }
   };
   int64_t j = 0;

@@ -23,7 +23,7 @@ FA_NOINLINE inline void word_lanes_block(const Pair* q, int64_t pairs, const Pai
     for (; pair < end; ++pair, q += L) {
       const U32 query = in_register(load_elements(q));
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sum[n] = multiply_add(sum[n], broadcast_element(keys.key(n)), query);
+      for (int n = 0; n < N; ++n) sum[n] = add_product(sum[n], broadcast_element(keys.key(n)), query);
       keys.advance(sizeof(Pair));
     }
   }
