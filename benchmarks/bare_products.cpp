@@ -7,15 +7,14 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <iterator>
-#include <limits>
 
 #include "peaks.cpp"
+#include "shortest.h"
 
-constexpr int kColumns = 128, kKeys = 64, kMostRows = 8, L = 8;  // L: float32 lanes
+constexpr int kColumns = 128, kMostRows = 8, L = 8;  // L: float32 lanes
 
 alignas(64) uint16_t rows_of_16_bits[kKeys * kColumns];  // keys or values
 alignas(64) float queries[kMostRows * kColumns], probs[kKeys * kMostRows], sums[kMostRows * kColumns];
@@ -82,20 +81,6 @@ __attribute__((noinline)) void add_values(int row) {
         _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), sum[r][n]));
       }
   }
-}
-
-// The shortest of many times, ns a key.
-template <class Body>
-double shortest(const Body& body) {
-  constexpr int kCalls = 10;
-  double best = std::numeric_limits<double>::infinity();
-  for (int n = 0; n < 20000; ++n) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < kCalls; ++i) body();
-    const std::chrono::duration<double, std::nano> time = std::chrono::steady_clock::now() - start;
-    best = std::min(best, time.count() / (kCalls * kKeys));
-  }
-  return best;
 }
 
 int main() {
