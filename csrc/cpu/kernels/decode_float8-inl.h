@@ -20,40 +20,47 @@
 
 #if FA_VECTOR_BYTES == 32 && defined(FA_WIDEN_INT8)
 
+// The power of two of a widened code.
+constexpr int exponent_of_float8(CacheDType dtype) { return dtype == CacheDType::kFloat8E4M3 ? 120 : 112; }
+
+// Parts of the columns in memory for `rows` rows at once, as in Float8Codes. With 4, a code takes fewer instructions, but more registers.
+constexpr int parts_of_float8(int64_t rows) { return rows <= 2 ? 4 : 2; }
+
 // Widens 8 * kParts codes at a time. With kHasSpecial, codes may be NaN or Inf. Without it, NaN and Inf become numbers, and
 // found_special() returns whether one was among the codes.
 template <CacheDType dtype, int kParts, bool kHasSpecial>
 class Float8Codes {
   typedef int16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
-  typedef uint16_t Magnitudes __attribute__((vector_size(FA_VECTOR_BYTES)));
   typedef uint8_t Bytes __attribute__((vector_size(FA_VECTOR_BYTES)));
   typedef Bytes UnalignedBytes __attribute__((aligned(1), may_alias));
   static constexpr bool kE4M3 = dtype == CacheDType::kFloat8E4M3;
   static constexpr int kShift = kE4M3 ? 4 : 5;
   static constexpr int16_t kMagnitude = 0x7f << kShift, kLeastSpecial = (kE4M3 ? 0x7f : 0x7c) << kShift,
                            kSign = -0x8000;
+  // see() has the bytes of codes with 4 parts, and with 2 parts the words that codes become.
+  using Element = std::conditional_t<kParts == 4, uint8_t, uint16_t>;
+  typedef Element Seen __attribute__((vector_size(FA_VECTOR_BYTES)));
 
  public:
-  static constexpr int kExponent = kE4M3 ? 120 : 112;
-
   // columns[n]: the columns n, n + kParts, n + 2 * kParts, ...
   FA_INLINE void load(const int8_t* p, F32* columns) {
     if constexpr (kParts == 2) {
       const Words words = bfloat16((Words)FA_WIDEN_INT8(p) << kShift);
-      if (!kHasSpecial) see((Magnitudes)words, highest_words_);
+      if (!kHasSpecial) see((Seen)words);
       widen_pairs((U32)words, columns[0], columns[1]);
     } else {
       static_assert(kParts == 4);
       const Bytes bytes = *reinterpret_cast<const UnalignedBytes*>(p);
-      if (!kHasSpecial) see(bytes, highest_bytes_);
+      if (!kHasSpecial) see(bytes);
       const Words odd = (Words)bytes, even = odd << 8;  // the code is the upper byte of a word
       widen_pairs((U32)bfloat16(even >> (8 - kShift)), columns[0], columns[2]);
       widen_pairs((U32)bfloat16(odd >> (8 - kShift)), columns[1], columns[3]);
     }
   }
   FA_INLINE bool found_special() const {
-    return is_any(highest_words_ >= uint16_t(2 * kLeastSpecial)) ||
-           is_any(highest_bytes_ >= uint8_t(2 * (kLeastSpecial >> kShift)));
+    constexpr Element kLeast = kParts == 4 ? kLeastSpecial >> kShift : kLeastSpecial;
+    const VecBits<double> found = (VecBits<double>)(highest_ >= Element(2 * kLeast));
+    return (found[0] | found[1] | found[2] | found[3]) != 0;
   }
 
  private:
@@ -64,24 +71,13 @@ class Float8Codes {
       words |= ((words & kMagnitude) >= kLeastSpecial) & int16_t(kE4M3 ? 0x7fc0 : 0x7f80);
     return words;
   }
-  template <class V>
-  FA_INLINE static void see(V codes, V& highest) {
-    const V doubled = codes + codes;  // without the sign
-    highest = doubled > highest ? doubled : highest;
-  }
-  template <class V>
-  FA_INLINE static bool is_any(V mask) {
-    const VecBits<double> found = (VecBits<double>)mask;
-    return (found[0] | found[1] | found[2] | found[3]) != 0;
+  FA_INLINE void see(Seen codes) {
+    const Seen doubled = codes + codes;  // without the sign
+    highest_ = doubled > highest_ ? doubled : highest_;
   }
 
-  Magnitudes highest_words_ = {};
-  Bytes highest_bytes_ = {};
+  Seen highest_ = {};
 };
-
-// Parts of the columns in memory for R rows, as in Float8Codes. With 4, a code takes fewer instructions, but more registers.
-template <int R>
-constexpr int kFloat8Parts = R <= 2 ? 4 : 2;
 
 // Returns how many keys score_float8() computes: their scores of R rows are one vector.
 template <int R>
@@ -93,7 +89,7 @@ constexpr int kScoredKeys = kLanes<float> / (R == 3 ? 4 : R);
 template <CacheDType dtype, int R, bool kHasSpecial>
 FA_NOINLINE bool score_float8(const float* q, const Rows<int8_t>& k, int64_t keys, F32 factors, float* scores,
                               int64_t ld, int64_t room, Prefetcher& ahead) {
-  constexpr int L = kLanes<float>, N = kScoredKeys<R>, kParts = kFloat8Parts<R>;
+  constexpr int L = kLanes<float>, N = kScoredKeys<R>, kParts = parts_of_float8(R);
   constexpr int64_t kAtOnce = kBytesOfPrefetch / N;  // columns between prefetches
   Float8Codes<dtype, kParts, kHasSpecial> codes;
   for (int64_t j = 0; j < keys; j += N) {
@@ -133,7 +129,7 @@ FA_NOINLINE bool score_float8(const float* q, const Rows<int8_t>& k, int64_t key
 template <CacheDType dtype, int R, int NV, bool kHasSpecial>
 FA_NOINLINE bool add_float8_values(const float* probs, int64_t ld, const Rows<int8_t>& v, int64_t c,
                                    int64_t keys, float* sums, int64_t ldo, Prefetcher& ahead) {
-  constexpr int L = kLanes<float>, kParts = kFloat8Parts<R>;
+  constexpr int L = kLanes<float>, kParts = parts_of_float8(R);
   constexpr int64_t kFewKeys = R >= 3 ? 8 : 4;  // between prefetches
   Float8Codes<dtype, kParts, kHasSpecial> codes;
   F32 sum[R][kParts * NV];
@@ -214,7 +210,7 @@ struct DecodeFloat8 {
     // 0 if an element is not finite. Then the row of out is NaN.
     const int exponent = std::isfinite(largest) ? std::max(std::ilogb(largest), -126) : 0;
     factors[n * kMostRows + r] = scale * std::ldexp(1.0f, exponent);
-    const int shift = exponent_of_codes() - exponent;  // may be above the largest exponent
+    const int shift = exponent_of_float8(dtype) - exponent;  // may be above the largest exponent
     const float half = std::ldexp(1.0f, shift / 2), rest = std::ldexp(1.0f, shift - shift / 2);
     const int64_t first = r / kRowsAtOnce * kRowsAtOnce, together = std::min(kRowsAtOnce, rows - first);
     with_parts(together, [&](auto parts) {
@@ -251,7 +247,7 @@ struct DecodeFloat8 {
                   float* sums, int64_t ldo, Prefetcher& ahead) const {
     for_some_rows(rows, ahead, [&](int64_t row, auto few, Prefetcher& own) {
       constexpr int R = few.value, kSteps = R == 1 ? 2 : 1;
-      constexpr int64_t kCols = kFloat8Parts<R> * kLanes<float>;
+      constexpr int64_t kCols = parts_of_float8(R) * kLanes<float>;
       const auto add = [&](int64_t c, auto steps) {
         with_codes(own, [&](auto codes, auto special, Prefetcher& lines) {
           return add_float8_values<codes.value, R, steps.value, special.value>(
@@ -266,7 +262,7 @@ struct DecodeFloat8 {
   // out += the sums of row `r` of `rows` rows, in the order of its columns.
   void add_sums(const float* sums, int64_t r, int64_t rows, float* out, int64_t cols_v) const {
     constexpr int64_t L = kLanes<float>;
-    const float factor = std::ldexp(1 / kOfProbs, exponent_of_codes());
+    const float factor = std::ldexp(1 / kOfProbs, exponent_of_float8(dtype));
     with_parts(std::min(kRowsAtOnce, rows - r / kRowsAtOnce * kRowsAtOnce), [&](auto parts) {
       constexpr int kParts = parts.value;
       for (int64_t c = 0; c < cols_v; c += kParts * L) {
@@ -282,10 +278,6 @@ struct DecodeFloat8 {
   }
 
  private:
-  int exponent_of_codes() const {
-    return dtype == CacheDType::kFloat8E4M3 ? Float8Codes<CacheDType::kFloat8E4M3, 2, true>::kExponent
-                                            : Float8Codes<CacheDType::kFloat8E5M2, 2, true>::kExponent;
-  }
   // Calls body(dtype, kHasSpecial, prefetcher), and again with kHasSpecial if it returns true. Only the first call prefetches.
   template <class Body>
   FA_INLINE void with_codes(Prefetcher& ahead, const Body& body) const {
@@ -299,13 +291,13 @@ struct DecodeFloat8 {
     else
       with(std::integral_constant<CacheDType, CacheDType::kFloat8E5M2>{});
   }
-  // Calls body(kFloat8Parts) for `rows` rows at once.
+  // Calls body(parts_of_float8()) for `rows` rows at once.
   template <class Body>
   static void with_parts(int64_t rows, const Body& body) {
-    if (rows <= 2)
-      body(std::integral_constant<int, kFloat8Parts<2>>{});
+    if (parts_of_float8(rows) == 4)
+      body(std::integral_constant<int, 4>{});
     else
-      body(std::integral_constant<int, kFloat8Parts<3>>{});
+      body(std::integral_constant<int, 2>{});
   }
   // From the columns in order to parts as in Float8Codes, and back.
   static void separate_parts(F32 (&part)[2]) { separate_lanes<float>(part[0], part[1]); }
