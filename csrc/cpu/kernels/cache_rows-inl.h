@@ -217,7 +217,7 @@ template <class T>
 bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_kv, int64_t j0, int64_t keys,
                   int64_t ld, T* factors) {
   if (!scale) return false;
-  std::fill(factors, factors + ld, T(1));
+  std::fill(factors + keys, factors + ld, T(1));
   T probe = 0;
   for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
     if (scale.stride_s == 0) {  // one factor for all rows

@@ -77,11 +77,13 @@ struct TileGroups {
   template <class Number>
   F32 load_single(const Number* scale, int64_t stride_scale, const Number* zero, int64_t stride_zero,
                   int64_t rows) const {
-    // The numbers of all rows first: a vector load would wait for stores of its parts.
-    Number run[kMostDecodeKeys];
+    // The numbers of rows that are apart first: a vector load would wait for stores of its parts.
+    Number copies[kMostDecodeKeys];
     F32 probe = {};
     const auto load = [&](const Number* row, int64_t stride, float* to, const float* factors) {
-      for (int64_t n = 0; n < rows; ++n, row += stride) run[n] = *row;
+      const Number* run = stride == 1 ? row : copies;
+      if (stride != 1)
+        for (int64_t n = 0; n < rows; ++n, row += stride) copies[n] = *row;
       for (int64_t n = 0; n < rows; n += kLanes<float>) {
         F32 numbers = load_columns<float>(run + n, rows - n);
         if (factors) numbers *= load_columns<float>(factors + n, rows - n);

@@ -227,8 +227,8 @@ struct IntegerLanes {
       for (int v = 0; v < kBlockLanes; v += 2) {
         const int64_t n = j * kBlockLanes + v * L;
         const F32 first = load<float>(p.data + n), second = load<float>(p.data + n + L);
-        factors ? body(n, first * key_factors<kSpan>(factors + j, v),
-                       second * key_factors<kSpan>(factors + j, v + 1))
+        factors ? body(n, first * key_factors<float, kSpan>(factors + j, v),
+                       second * key_factors<float, kSpan>(factors + j, v + 1))
                 : body(n, first, second);
       }
   }
@@ -260,18 +260,6 @@ struct IntegerLanes {
       store_elements(probs + n / 2, ((U32)pick<float>(whole[0], whole[1], key.even) & 0xffffu) |
                                         (U32)pick<float>(whole[0], whole[1], key.odd) << 16);
     });
-  }
-
-  // The factors of the keys in vector `v` of P^T. `factors`: of kLanes keys.
-  template <int kSpan>
-  FA_INLINE static F32 key_factors(const float* factors, int v) {
-    constexpr int L = kLanes<float>;
-    if constexpr (kSpan == 1) return splat<float>(factors[v]);
-    VecIndex<float> key;
-#pragma GCC unroll 16
-    for (int i = 0; i < L; ++i) key[i] = v * kSpan + i / (L / kSpan);
-    const F32 some = load<float>(factors);
-    return pick<float>(some, some, key);
   }
 };
 

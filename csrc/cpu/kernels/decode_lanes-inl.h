@@ -14,6 +14,7 @@
 #include "gemm-inl.h"
 #include "pairs-inl.h"
 #include "prefetcher-inl.h"
+#include "softmax-inl.h"
 
 // Returns rows with whole steps of columns: in place, or a copy with zeros after the last column. `copy` has room for them.
 template <class In>
@@ -243,3 +244,33 @@ FA_NOINLINE void transpose_lane_scores(const T* src, int64_t lanes, int64_t keys
         if (r0 + r < rows) store<T>(dst + (r0 + r) * ld + j, block[r]);
     }
 }
+// Returns the factors of the keys in vector `v` of S^T or P^T, [keys][kLanes / kSpan]. `factors`: of kLanes keys.
+template <class T, int kSpan>
+FA_INLINE Vec<T> key_factors(const T* factors, int v) {
+  constexpr int L = kLanes<T>;
+  if constexpr (kSpan == 1) return splat<T>(factors[v]);
+  VecIndex<T> key;
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) key[i] = v * kSpan + i / (L / kSpan);
+  const Vec<T> some = load<T>(factors);
+  return pick<T>(some, some, key);
+}
+
+// Multiplies key j of S^T or P^T of `rows` rows, [keys][lanes], by factors[j]. `factors` and the tile have whole vectors of keys.
+template <class T>
+inline void multiply_keys(T* tile, int64_t keys, int64_t rows, const T* factors) {
+  constexpr int64_t L = kLanes<T>;
+  const int64_t lanes = lanes_of<T>(rows);
+  if (lanes >= L) {
+    for (int64_t j = 0; j < keys; ++j) multiply_row<T>(tile + j * lanes, factors[j], lanes);
+    return;
+  }
+  for_any_span<T>(rows, [&](auto span) {
+    constexpr int kVectors = L / span.value;  // of L keys
+    for (int64_t j = 0; j < keys; j += L, tile += kVectors * L)
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v)
+        store<T>(tile + v * L, load<T>(tile + v * L) * key_factors<T, span.value>(factors + j, v));
+  });
+}
+

@@ -244,7 +244,7 @@ struct DecodeTile {
  private:
   void multiply_keys_of_lanes(int64_t n, const T* factors) const {
     for_each_lane_tile({scores_of(n), padded_keys}, [&](int64_t, int64_t count, T* block) {
-      multiply_keys<T>(block, keys, lanes_of<T>(count), factors);
+      multiply_keys<T>(block, keys, count, factors);
     });
   }
   Rows<In> value_rows_of(int64_t n, const TileSource& source, int64_t j, int64_t count, In* copy) const {

@@ -301,36 +301,3 @@ inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T
     store<T>(rescale + row, factor);
   }
 }
-
-// The factors of the keys in a vector of S^T or P^T, [keys][lanes], from element `n` on. `lanes` is at most a vector. The
-// factors are read by whole vectors.
-template <class T>
-class KeyFactors {
- public:
-  KeyFactors(const T* factors, int64_t lanes) : factors_(factors), log2_(__builtin_ctzll(lanes)) {
-    for (int i = 0; i < kLanes<T>; ++i) key_of_lane_[i] = i >> log2_;
-  }
-  FA_INLINE Vec<T> of(int64_t n) const {
-    constexpr int64_t L = kLanes<T>;
-    const int64_t j = n >> log2_;
-    const Vec<T> some = load<T>(factors_ + j / L * L);
-    return pick<T>(some, some, key_of_lane_ + static_cast<int>(j % L));
-  }
-
- private:
-  const T* factors_;
-  int log2_;
-  VecIndex<T> key_of_lane_;
-};
-
-// Multiplies key j of S^T or P^T, [keys][lanes], by factors[j]. `factors` has whole vectors.
-template <class T>
-inline void multiply_keys(T* tile, int64_t keys, int64_t lanes, const T* factors) {
-  constexpr int L = kLanes<T>;
-  if (lanes >= L) {
-    for (int64_t j = 0; j < keys; ++j) multiply_row<T>(tile + j * lanes, factors[j], lanes);
-    return;
-  }
-  const KeyFactors<T> of_keys(factors, lanes);
-  for (int64_t n = 0; n < keys * lanes; n += L) store<T>(tile + n, load<T>(tile + n) * of_keys.of(n));
-}
