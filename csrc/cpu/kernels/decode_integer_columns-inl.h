@@ -14,14 +14,16 @@
 // The columns of 16 bytes of a key as vectors of int16.
 struct ByteColumns {
   static constexpr int kVectors = 1;
-  FA_INLINE static void load(const int8_t* p, U32* columns) { columns[0] = FA_WIDEN_INT8(p); }
+  FA_INLINE void load(const int8_t* p, U32* columns) const { columns[0] = FA_WIDEN_INT8(p); }
 };
 struct NibbleColumns {  // the even and the odd columns
   static constexpr int kVectors = 2;
   typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
-  FA_INLINE static void load(const int8_t* p, U32* columns) {
+  const Words low;
+  NibbleColumns() : low(in_register(Words{} + 15)) {}  // otherwise it is made again for each block of keys
+  FA_INLINE void load(const int8_t* p, U32* columns) const {
     const Words bytes = (Words)FA_WIDEN_BYTES_TO_16(p);
-    columns[0] = (U32)(bytes & 15);
+    columns[0] = (U32)(bytes & low);
     columns[1] = (U32)(bytes >> 4);
   }
 };
@@ -37,37 +39,62 @@ FA_NOINLINE void score_integer_columns(const Pair* q, S32 start, const Rows<int8
                                        F32 factors, float* out, Prefetcher& ahead) {
   constexpr int L = kLanes<float>, N = kColumnKeys<R>, kVectors = Columns::kVectors;
   constexpr int64_t kStep = 2 * L, kAtOnce = kBytesOfPrefetch / N;  // bytes
-  for (int64_t j = 0; j < keys; j += N, out += L) {
-    S32 sum[N][R];
+  constexpr int64_t kSteps = 2 / kVectors;                          // of a loop
+  const Columns of_bytes;
+  // Few columns: a prefetch for several blocks of keys. It takes as long as a tenth of the products of a block.
+  const int64_t blocks = std::max<int64_t>(kAtOnce / k.cols, 1);
+  int64_t left = 0;  // blocks until the next prefetch
+  const int8_t* first = k.data;
+  int64_t offset[N];  // of each key from the first
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n) offset[n] = n * k.stride;
+  float* to = out;
+  for (int64_t j = 0; j < keys; j += N, first += N * k.stride, to += L) {
+    if (keys - j < N)
+      for (int n = 0; n < N; ++n) offset[n] = std::min<int64_t>(n, keys - 1 - j) * k.stride;
     const int8_t* key[N];
-    load_key_addresses(k, j, keys, key);
+    S32 sum[R][N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) key[n] = first + offset[n];
 #pragma GCC unroll 16
-    for (int n = 0; n < N * R; ++n) sum[n / R][n % R] = S32{};
+    for (int n = 0; n < N * R; ++n) sum[n / N][n % N] = S32{};
     const Pair* step = q;
+    const auto add_step = [&](int64_t c) FA_INLINE_LAMBDA {
+      U32 columns[kVectors][N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        U32 of_key[kVectors];
+        of_bytes.load(key[n] + c, of_key);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) columns[v][n] = of_key[v];
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+          add_products<N>(sum[r], in_register(load_elements(step + (v * R + r) * L)), columns[v]);
+      step += kVectors * R * L;
+    };
     for (int64_t c = 0; c < k.cols;) {
       const int64_t end = std::min(c + kAtOnce, k.cols);
-      ahead.lines(lines_of<int8_t>(N * (end - c)));
-#pragma GCC unroll 2
-      for (; c < end; c += kStep, step += kVectors * R * L) {
-        U32 columns[N][kVectors];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) Columns::load(key[n] + c, columns[n]);
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v)
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
-            const U32 query = in_register(load_elements(step + (v * R + r) * L));
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sum[n][r] = add_product(sum[n][r], in_register(columns[n][v]), query);
-          }
+      if (--left < 0) {
+        ahead.lines(lines_of<int8_t>(blocks * N * (end - c)));
+        left = blocks - 1;
       }
+      for (; c + kSteps * kStep <= end; c += kSteps * kStep)
+#pragma GCC unroll 2
+        for (int n = 0; n < kSteps; ++n) add_step(c + n * kStep);
+      for (; c < end; c += kStep) add_step(c);
     }
     constexpr int kLanesOut = L / N;
     S32 each[L];
 #pragma GCC unroll 16
-    for (int i = 0; i < L; ++i) each[i] = i % kLanesOut < R ? sum[i / kLanesOut][i % kLanesOut] : S32{};
-    store<float>(out, __builtin_convertvector(sum_each_by_parts<float>(each) + start, F32) * factors);
+    for (int i = 0; i < L; ++i) each[i] = i % kLanesOut < R ? sum[i % kLanesOut][i / kLanesOut] : S32{};
+    store<float>(to, (F32)sum_each_by_parts<float>(each));
   }
+  // In a loop of its own: in the loop above, the conversion takes a twelfth of its time, because it waits for the sums.
+  for (; out < to; out += L)
+    store<float>(out, __builtin_convertvector((S32)load<float>(out) + start, F32) * factors);
 }
 
 // Q of the task's heads.

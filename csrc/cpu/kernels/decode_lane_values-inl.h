@@ -193,6 +193,8 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
     for (int n = 0; n < kVectors; ++n) {
       sum[r][n] = kept.before ? kept.before[r * kVectors + n] : typename Values::Sum{};
       if constexpr (Values::kColumnsOfElement > 1)
+  // 12 sums, two vectors of V, one of P and two products do not fit.
+  constexpr bool kHasTwoProducts = R * kVectors + kVectors + 3 <= FA_VECTOR_REGISTERS;
         if (!kept.before) sum[r][n] += probs.starts[row + r];
     }
   const typename Values::E *p = probs.data + row, *p_joined = probs.joined;
@@ -214,8 +216,7 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           const auto prob = broadcast_element(r < kOwn ? p + r : p_joined + (r - kOwn));
-#pragma GCC unroll 16
-          for (int n = part; n < part + kPart; ++n) sum[r][n] = add_product(sum[r][n], prob, value[n]);
+          add_products<kPart, kHasTwoProducts>(sum[r] + part, prob, value + part);
         }
         if constexpr (kPart < kVectors) asm volatile("" ::: "memory");  // broadcasts P again
       }

@@ -47,6 +47,23 @@ FA_INLINE Sum add_product(Sum sum, A a, B b) {
   return sum;
 }
 
+// sum[n] += a * b[n]. Two multiplications of integers, then two additions: one after the other take 1.03 of the time (Zen 3).
+template <int N, bool kTwo = true, class Sum, class A, class B>
+FA_INLINE void add_products(Sum* sum, A a, const B* b) {
+  if constexpr (kTwo && std::is_same_v<Sum, VecIndex<float>> && N % 2 == 0) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n += 2) {
+      const Sum first = in_register(multiply_add(Sum{}, a, b[n])),
+                second = in_register(multiply_add(Sum{}, a, b[n + 1]));
+      sum[n] = in_register(sum[n] + first);
+      sum[n + 1] = in_register(sum[n + 1] + second);
+    }
+  } else {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) sum[n] = add_product(sum[n], a, b[n]);
+  }
+}
+
 // Returns kSpan elements from p on, repeated in all spans of a vector.
 template <int kSpan, class E>
 FA_INLINE auto broadcast_span(const E* p) {

@@ -330,13 +330,12 @@ struct WordsOrNibbles : IntegerLanes {
   void load_scores(int64_t n, int64_t rows, const Rows<int8_t>& k, int64_t j, int64_t keys, float factor,
                    const LaneTile<float>& to, int64_t first_key, Prefetcher& ahead) const {
     const int64_t of_lanes = rows_of_lanes(rows), of_columns = rows - of_lanes;
-    if (of_lanes > 0)
-      planes == 2 ? nibbles.load_scores(n, of_lanes, k, j, keys, factor, to, first_key, ahead)
-                  : words.load_scores(n, of_lanes, k, keys, factor, to, first_key, ahead);
+    if (of_lanes == 0) return columns.load_scores(n, rows, k, keys, factor, to.at(0, rows, first_key), ahead);
+    planes == 2 ? nibbles.load_scores(n, of_lanes, k, j, keys, factor, to, first_key, ahead)
+                : words.load_scores(n, of_lanes, k, keys, factor, to, first_key, ahead);
+    if (of_columns == 0) return;
     Prefetcher nothing;
-    if (of_columns > 0)
-      columns.load_scores(n, of_columns, k, keys, factor, to.at(of_lanes, of_columns, first_key),
-                          of_lanes > 0 ? nothing : ahead);
+    columns.load_scores(n, of_columns, k, keys, factor, to.at(of_lanes, of_columns, first_key), nothing);
   }
 
  private:

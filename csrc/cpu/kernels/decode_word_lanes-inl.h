@@ -8,27 +8,50 @@
 
 #if defined(FA_HAS_INTEGER_LANES) && !defined(FA_DOT_BYTES)
 
-// out = factors * S^T for kDotSums keys, rows of `k` at distance `ld`. `q`: [pairs][lanes].
-FA_NOINLINE inline void word_lanes_block(const Pair* q, int64_t pairs, const Pair* k, int64_t ld, F32 factors,
-                                         float* out, Prefetcher& ahead) {
+// out = factors * S^T for `keys` keys, kDotSums at a time. `k`: whole blocks of keys, [keys][pairs]. `q`: [pairs][lanes].
+FA_NOINLINE inline void score_word_lanes(const Pair* q, int64_t pairs, const Pair* k, int64_t keys,
+                                         F32 factors, float* out, Prefetcher& ahead) {
   constexpr int L = kLanes<float>, N = kDotSums;
-  constexpr int64_t kAtOnce = 16;  // pairs between prefetches
-  S32 sum[N];
+  constexpr int64_t kUnroll = 4, kAtOnce = 32;  // pairs of a loop, and between prefetches
+  KeyAddresses<Pair> address(k, pairs);
+  float* to = out;
+  for (int64_t j = 0; j < keys; j += N, to += N * L) {
+    S32 sum[N];
 #pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) sum[n] = S32{};
-  KeyAddresses<Pair> keys(k, ld);
-  for (int64_t pair = 0; pair < pairs;) {
-    const int64_t end = std::min(pair + kAtOnce, pairs);
-    ahead.lines(lines_of<int8_t>((end - pair) * 2 * N));
-    for (; pair < end; ++pair, q += L) {
-      const U32 query = in_register(load_elements(q));
+    for (int n = 0; n < N; ++n) sum[n] = S32{};
+    const Pair* query = q;
+    const auto add_pair = [&](int at) FA_INLINE_LAMBDA {
+      const U32 of_rows = in_register(load_elements(query + at * L));
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sum[n] = add_product(sum[n], broadcast_element(keys.key(n)), query);
-      keys.advance(sizeof(Pair));
+      for (int n = 0; n < N; n += 2) {
+        const U32 two[] = {broadcast_element(address.key(n) + at),
+                           broadcast_element(address.key(n + 1) + at)};
+        add_products<2>(sum + n, of_rows, two);
+      }
+    };
+    for (int64_t pair = 0; pair < pairs;) {
+      const int64_t end = std::min(pair + kAtOnce, pairs);
+      ahead.lines(lines_of<int8_t>((end - pair) * 2 * N));
+      const auto advance = [&](int64_t count) FA_INLINE_LAMBDA {
+        address.advance(count * sizeof(Pair));
+        query += count * L;
+        pair += count;
+      };
+      while (pair + kUnroll <= end) {
+#pragma GCC unroll 8
+        for (int n = 0; n < kUnroll; ++n) add_pair(n);
+        advance(kUnroll);
+      }
+      while (pair < end) {
+        add_pair(0);
+        advance(1);
+      }
     }
-  }
+    address.advance((N - 1) * address.ld);
 #pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) store<float>(out + n * L, __builtin_convertvector(sum[n], F32) * factors);
+    for (int n = 0; n < N; ++n) store<float>(to + n * L, (F32)sum[n]);
+  }
+  for (; out < to; out += L) store<float>(out, __builtin_convertvector((S32)load<float>(out), F32) * factors);
 }
 
 // Q of the task's heads as int16. A head has blocks of rows.
@@ -77,10 +100,8 @@ struct WordLanes {
       for_each_lane_block<BFloat16, float>(rows, [&](int64_t first, int64_t some) {
         const int64_t block = IntegerLanes::block_of(n, first);
         const F32 of_lanes = load<float>(factors + block * L) * factor;
-        for (int64_t i = 0; i < whole; i += kDotSums)
-          word_lanes_block(q + block * block_pairs(), cols / 2,
-                           reinterpret_cast<const Pair*>(words + i * cols), cols / 2, of_lanes,
-                           to.at(first, some, j + j0 + i), first == 0 ? ahead : nothing);
+        score_word_lanes(q + block * block_pairs(), cols / 2, reinterpret_cast<const Pair*>(words), whole,
+                         of_lanes, to.at(first, some, j + j0), first == 0 ? ahead : nothing);
       });
     }
   }
