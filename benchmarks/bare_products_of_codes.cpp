@@ -3,8 +3,8 @@
 //
 //   g++ -O3 -march=haswell benchmarks/bare_products_of_codes.cpp -o build/bare_products_of_codes && build/bare_products_of_codes
 //
-// int8 and int4 are multiplied as int16 (decode_integer_columns-inl.h, decode_integer_lanes-inl.h). float8_e4m3fn becomes float32 in
-// registers (decode_float8-inl.h), with and without the search for NaN.
+// int8 and int4 are multiplied as int16 (decode_integer_columns-inl.h, decode_integer_lanes-inl.h), and sums stay in registers, as there.
+// float8_e4m3fn becomes float32 in registers (decode_float8-inl.h), with and without the search for NaN.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -30,7 +30,9 @@ inline __m256i load_words(const int16_t* from) {
   return words;
 }
 inline __m256i multiply_add(__m256i sum, __m256i a, __m256i b) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+  asm("" : "+x"(sum));  // the compiler may add integers in another order, and store sums in memory
+  return sum;
 }
 inline __m256 multiply_add(__m256 sum, __m256 a, __m256 b) { return _mm256_fmadd_ps(a, b, sum); }
 
@@ -47,9 +49,10 @@ struct Int4Key {
     to[1] = _mm256_srli_epi16(bytes, 4);
   }
 };
-// 16 columns of two values, as pairs across the values.
+// 16 columns of two values, as pairs across the values. kParts: the passes that read the same bytes.
 struct Int8Values {
-  static constexpr int kBytes = 16, kBytesOfRow = kColumns;
+  static constexpr int kBytes = 16, kBytesOfRow = kColumns, kParts = 1;
+  template <int>
   static void load(const int8_t* from, __m256i* to) {
     const __m256i first = load_bytes(from), second = load_bytes(from + kBytesOfRow);
     to[0] = _mm256_unpacklo_epi16(first, second);
@@ -57,14 +60,19 @@ struct Int8Values {
   }
 };
 struct Int4Values {
-  static constexpr int kBytes = 8, kBytesOfRow = kColumns / 2;
-  static __m256i widen(const int8_t* from) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-  }
+  static constexpr int kBytes = 32, kBytesOfRow = kColumns / 2, kParts = 4;
+  template <int kPart>
   static void load(const int8_t* from, __m256i* to) {
-    const __m256i both = _mm256_or_si256(widen(from), _mm256_slli_epi32(widen(from + kBytesOfRow), 16));
-    to[0] = _mm256_and_si256(both, _mm256_set1_epi32(0x000f000f));
-    to[1] = _mm256_and_si256(_mm256_srli_epi32(both, 4), _mm256_set1_epi32(0x000f000f));
+    const auto load_all = [](const int8_t* p) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    };
+    const __m256i first = load_all(from), second = load_all(from + kBytesOfRow),
+                  both =
+                      kPart < 2 ? _mm256_unpacklo_epi8(first, second) : _mm256_unpackhi_epi8(first, second),
+                  words =
+                      kPart % 2 == 0 ? _mm256_unpacklo_epi8(both, both) : _mm256_unpackhi_epi8(both, both);
+    to[0] = _mm256_and_si256(words, _mm256_set1_epi16(15));
+    to[1] = _mm256_srli_epi16(words, 12);
   }
 };
 
@@ -103,28 +111,39 @@ __attribute__((noinline)) void score_integers() {
   }
 }
 
-// O += P V, 16 columns in a pass.
+// O += P V, 16 columns in a pass. The sums of int4 are not in the order of the columns.
+template <class Values, int kPart>
+inline void add_part(const int8_t* from, float* to) {
+  __m256i sum[kRows][2] = {};
+  const int32_t* p = pairs_of_probs;
+#pragma GCC unroll 4
+  for (int j = 0; j < kKeys; j += 2, from += 2 * Values::kBytesOfRow, p += kRows) {
+    __m256i value[2];
+    Values::template load<kPart>(from, value);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const __m256i prob = _mm256_set1_epi32(p[r]);
+      for (int n = 0; n < 2; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int n = 0; n < 2; ++n) {
+      float* out = to + r * kColumns + n * L;
+      _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), _mm256_cvtepi32_ps(sum[r][n])));
+    }
+}
 template <class Values>
 __attribute__((noinline)) void add_integers() {
-  for (int c = 0; c < kColumns / 16; ++c) {
-    __m256i sum[kRows][2] = {};
-    const int8_t* from = codes + c * Values::kBytes;
-    const int32_t* p = pairs_of_probs;
-#pragma GCC unroll 4
-    for (int j = 0; j < kKeys; j += 2, from += 2 * Values::kBytesOfRow, p += kRows) {
-      __m256i value[2];
-      Values::load(from, value);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const __m256i prob = _mm256_set1_epi32(p[r]);
-        for (int n = 0; n < 2; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
-      }
+  const int8_t* from = codes;
+  float* to = sums;
+  for (int n = 0; n < Values::kBytesOfRow / Values::kBytes; ++n, from += Values::kBytes) {
+    add_part<Values, 0>(from, to);
+    if constexpr (Values::kParts == 4) {
+      add_part<Values, 1>(from, to + 2 * L);
+      add_part<Values, 2>(from, to + 4 * L);
+      add_part<Values, 3>(from, to + 6 * L);
     }
-    for (int r = 0; r < kRows; ++r)
-      for (int n = 0; n < 2; ++n) {
-        float* to = sums + r * kColumns + c * 2 * L + n * L;
-        _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), _mm256_cvtepi32_ps(sum[r][n])));
-      }
+    to += Values::kParts * 2 * L;
   }
 }
 

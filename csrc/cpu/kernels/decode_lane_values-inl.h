@@ -4,9 +4,16 @@
 
 #include "decode_lanes-inl.h"
 
+// Values whose blocks have neighbouring columns. kParts: the blocks that read the same bytes, and each uses a part of their columns.
+struct NeighbouringColumns {
+  static constexpr int kParts = 1;
+  // Returns a column of a block. `n`: the column's number among the sums of the block.
+  static constexpr int64_t column_of(int64_t n) { return n; }
+};
+
 // Values that are read or widened to T, one key at a time.
 template <class In, class T>
-struct WideValues {
+struct WideValues : NeighbouringColumns {
   using E = T;
   using Sum = Vec<T>;
   static constexpr int kKeys = 1, kVectors = 1, kColumnsOfElement = 1;
@@ -27,7 +34,7 @@ FA_NOINLINE inline void pad_columns(const BFloat16* v, int64_t cols, BFloat16* p
 
 // bfloat16: the even and the odd columns of two vectors. This takes half the operations of widening each vector.
 template <>
-struct WideValues<BFloat16, float> {
+struct WideValues<BFloat16, float> : NeighbouringColumns {
   using E = float;
   using Sum = F32;
   static constexpr int kKeys = 1, kVectors = 2, kColumnsOfElement = 1;
@@ -100,7 +107,7 @@ class LanePairs {
 
 // Values as pairs across two keys: of bfloat16, or of int16 from int8.
 template <class In, class SumOfPairs>
-struct PairValues {
+struct PairValues : NeighbouringColumns {
   using E = Pair;
   using Sum = SumOfPairs;
   static constexpr int kKeys = 2, kVectors = 2, kColumnsOfElement = 1;
@@ -186,6 +193,8 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
   // Vectors of V that are multiplied together. 12 sums of 3 rows, 4 vectors and P do not fit in 16 registers, so P is broadcast twice: 3
   // rows of 16 bits take 0.90 to 0.95 of the time if K and V are in L3 (Zen 3).
   constexpr int kPart = FA_VECTOR_REGISTERS == 16 && R == 3 ? std::min(kVectors, 2) : kVectors;
+  // 12 sums, two vectors of V, one of P and two products do not fit.
+  constexpr bool kHasTwoProducts = R * kVectors + kVectors + 3 <= FA_VECTOR_REGISTERS;
   typename Values::Sum sum[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -193,8 +202,6 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
     for (int n = 0; n < kVectors; ++n) {
       sum[r][n] = kept.before ? kept.before[r * kVectors + n] : typename Values::Sum{};
       if constexpr (Values::kColumnsOfElement > 1)
-  // 12 sums, two vectors of V, one of P and two products do not fit.
-  constexpr bool kHasTwoProducts = R * kVectors + kVectors + 3 <= FA_VECTOR_REGISTERS;
         if (!kept.before) sum[r][n] += probs.starts[row + r];
     }
   const typename Values::E *p = probs.data + row, *p_joined = probs.joined;
@@ -248,13 +255,29 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
     for (int n = 0; n < NV; ++n) Values::order_columns(sum[r] + n * Values::kVectors);
 #pragma GCC unroll 16
     for (int n = 0; n < kVectors; ++n) {
-      T* to = out + r * ldo + c + n * L;
+      T* to = out + r * ldo + c + Values::column_of(n * L);
       if constexpr (std::is_same_v<typename Values::Sum, Vec<T>>)
         store<T>(to, load<T>(to) + sum[r][n]);
       else
         store<T>(to, load<T>(to) + __builtin_convertvector(sum[r][n], Vec<T>) * probs.units[row + r]);
     }
   }
+}
+
+// Calls body(values, c) for all whole blocks of NV units of columns. Returns the first column after them.
+template <class Values, int NV, class T, class Body>
+FA_INLINE int64_t for_each_block(int64_t cols, const Body& body) {
+  constexpr int kCols = NV * Values::kVectors * kLanes<T>;
+  int64_t c = 0;
+  if constexpr (NV == 1 && Values::kParts == 4)
+    for (; c + Values::kParts * kCols <= cols; c += Values::kParts * kCols) {
+      body(typename Values::template Part<0>{}, c);
+      body(typename Values::template Part<1>{}, c);
+      body(typename Values::template Part<2>{}, c);
+      body(typename Values::template Part<3>{}, c);
+    }
+  for (; c + kCols <= cols; c += kCols) body(Values{}, c);
+  return c;
 }
 
 // AVX2, 4 rows of Q and values of 8 or 4 bits: the passes over V take turns of a chunk of rows. With rows far apart, 64 rows do not stay in
@@ -276,10 +299,13 @@ FA_NOINLINE void add_value_lanes_in_turns(const LaneProbs<typename Values::E>& p
   LaneProbs<typename Values::E> some = probs;
   for (int64_t j = 0; j < keys; j += kChunkRows, ++chunk) {
     Sum* of_block = sums;
-    for (int64_t c = 0; c < chunk->cols * Values::kColumnsOfElement; c += kCols, of_block += kSums)
-      value_lanes_block<Values, R, kWide, 0>(
-          some, row, chunk, c, std::min(kChunkRows, keys - j), out, ldo, ahead,
-          {j > 0 ? of_block : nullptr, j + kChunkRows < keys ? of_block : nullptr});
+    for_each_block<Values, kWide, T>(
+        chunk->cols * Values::kColumnsOfElement, [&](auto values, int64_t c) FA_INLINE_LAMBDA {
+          value_lanes_block<decltype(values), R, kWide, 0>(
+              some, row, chunk, c, std::min(kChunkRows, keys - j), out, ldo, ahead,
+              {j > 0 ? of_block : nullptr, j + kChunkRows < keys ? of_block : nullptr});
+          of_block += kSums;
+        });
     some.data += kChunkRows / Values::kKeys * probs.lanes;
   }
 }
@@ -294,10 +320,9 @@ void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, co
     if (keys > kChunkRows && chunk->stride >= kLeastStrideOfTurns && cols % (kWide * kCols) == 0 &&
         cols <= kMostColumnsOfTurns)
       return add_value_lanes_in_turns<Values, R>(probs, row, chunk, keys, out, ldo, ahead);
-  int64_t c = 0;
-  if constexpr (kWide > 1)
-    for (; c + kWide * kCols <= cols; c += kWide * kCols)
-      value_lanes_block<Values, R, kWide, kJoined>(probs, row, chunk, c, keys, out, ldo, ahead);
+  int64_t c = for_each_block<Values, kWide, T>(cols, [&](auto values, int64_t first) FA_INLINE_LAMBDA {
+    value_lanes_block<decltype(values), R, kWide, kJoined>(probs, row, chunk, first, keys, out, ldo, ahead);
+  });
   for (; c < cols; c += kCols)
     value_lanes_block<Values, R, 1, kJoined>(probs, row, chunk, c, keys, out, ldo, ahead);
 }

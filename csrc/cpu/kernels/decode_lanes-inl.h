@@ -245,22 +245,6 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
   }
 }
 
-// dst[r][j] = S of row r and key j. `src` has whole vectors after its last row. Writes whole vectors of keys.
-template <class T>
-FA_NOINLINE void transpose_lane_scores(const T* src, int64_t lanes, int64_t keys, int64_t rows, T* dst,
-                                       int64_t ld) {
-  constexpr int L = kLanes<T>;
-  for (int64_t j = 0; j < keys; j += L)
-    for (int64_t r0 = 0; r0 < rows; r0 += L) {
-      Vec<T> block[L];
-#pragma GCC unroll 16
-      for (int n = 0; n < L; ++n) block[n] = j + n < keys ? load<T>(src + (j + n) * lanes + r0) : Vec<T>{};
-      transpose<T>(block);
-#pragma GCC unroll 16
-      for (int r = 0; r < L; ++r)
-        if (r0 + r < rows) store<T>(dst + (r0 + r) * ld + j, block[r]);
-    }
-}
 // Returns the factors of the keys in vector `v` of S^T or P^T, [keys][kLanes / kSpan]. `factors`: of kLanes keys.
 template <class T, int kSpan>
 FA_INLINE Vec<T> key_factors(const T* factors, int v) {
@@ -291,3 +275,19 @@ inline void multiply_keys(T* tile, int64_t keys, int64_t rows, const T* factors)
   });
 }
 
+// dst[r][j] = S of row r and key j. `src` has whole vectors after its last row. Writes whole vectors of keys.
+template <class T>
+FA_NOINLINE void transpose_lane_scores(const T* src, int64_t lanes, int64_t keys, int64_t rows, T* dst,
+                                       int64_t ld) {
+  constexpr int L = kLanes<T>;
+  for (int64_t j = 0; j < keys; j += L)
+    for (int64_t r0 = 0; r0 < rows; r0 += L) {
+      Vec<T> block[L];
+#pragma GCC unroll 16
+      for (int n = 0; n < L; ++n) block[n] = j + n < keys ? load<T>(src + (j + n) * lanes + r0) : Vec<T>{};
+      transpose<T>(block);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r)
+        if (r0 + r < rows) store<T>(dst + (r0 + r) * ld + j, block[r]);
+    }
+}
