@@ -217,22 +217,21 @@ template <class T>
 bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_kv, int64_t j0, int64_t keys,
                   int64_t ld, T* factors) {
   if (!scale) return false;
+  constexpr int64_t L = kLanes<T>;
   std::fill(factors + keys, factors + ld, T(1));
-  T probe = 0;
   for_each_cache_run(p, j0, keys, [&](int64_t n, int64_t end, int64_t page, int64_t row) {
-    if (scale.stride_s == 0) {  // one factor for all rows
-      const T factor = static_cast<T>(scale.at(page, h_kv, 0));
-      std::fill(factors + n, factors + end, factor);
-      probe += factor * T(0);
-      return;
-    }
-    T all = 0;  // in a register: a sum in memory would wait for its own store
-    for (; n < end; ++n, ++row) {
-      factors[n] = static_cast<T>(scale.at(page, h_kv, row));
-      all += factors[n] * T(0);
-    }
-    probe += all;
+    const float* from = scale.data + page * scale.stride_b + h_kv * scale.stride_h + row * scale.stride_s;
+    if (scale.stride_s == 0)  // one factor for all rows
+      std::fill(factors + n, factors + end, static_cast<T>(*from));
+    else
+      for (; n < end; ++n, from += scale.stride_s) factors[n] = static_cast<T>(*from);
   });
+  // After all stores: a sum of one factor after another takes 1.03 of a decode step (Zen 3).
+  Vec<T> probes = {};
+  int64_t n = 0;
+  for (; n + L <= keys; n += L) probes += load<T>(factors + n) * T(0);
+  T probe = sum_lanes<T>(probes);
+  for (; n < keys; ++n) probe += factors[n] * T(0);
   return probe == T(0);
 }
 
